@@ -1,0 +1,32 @@
+"""The command ``vllm-ext``. Exit status: 0 fine, 1 can't be honoured, 2 cannot look."""
+
+from __future__ import annotations
+
+import click
+
+from vllm_ext import __version__
+from vllm_ext.cli.doctor import doctor
+from vllm_ext.cli.listing import explain, list_features
+from vllm_ext.cli.recording import record
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="vllm-ext")
+def main() -> None:
+    """Fixes and features for the vLLM release you have pinned."""
+
+
+@main.command()
+def demo() -> None:
+    """Serve a real model and show what SCORE_USAGE changes (needs vllm-ext[demo])."""
+    from rich.console import Console
+
+    from vllm_ext.cli.demo import run
+
+    raise SystemExit(run(Console()))
+
+
+main.add_command(list_features)
+main.add_command(explain)
+main.add_command(doctor)
+main.add_command(record)

@@ -1,0 +1,237 @@
+"""``vllm-ext doctor``: what would happen to the vLLM on this machine, without importing it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ext import __version__, native
+from vllm_ext import features as package
+from vllm_ext.cli.style import coloured
+from vllm_ext.core.feature import Feature, Judgement, Verdict, worst
+from vllm_ext.core.plan import Planned, by_feature, catalogue, plan, refusals
+from vllm_ext.core.probe import ProbeError, probe
+from vllm_ext.core.recording import targets_of
+from vllm_ext.core.release import Installation, installation, record
+from vllm_ext.settings import SettingsError, read
+
+GROUP = "vllm.general_plugins"
+OURS = "vllm_ext"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Another general plugin, and which of our targets its code speaks of."""
+
+    name: str
+    value: str
+    distribution: str
+    touches: tuple[str, ...]
+
+
+def foreign_plugins(features: list[Feature]) -> list[Foreign]:
+    """The other general plugins; their sources are read, nothing of them is imported."""
+    return [
+        Foreign(
+            entry.name,
+            entry.value,
+            entry.dist.name if entry.dist else "unknown",
+            _touches(entry, targets_of(features)),
+        )
+        for entry in metadata.entry_points(group=GROUP)
+        if entry.module.partition(".")[0] not in ("vllm", OURS)  # vLLM ships plugins itself
+    ]
+
+
+def _touches(entry: metadata.EntryPoint, targets: list[str]) -> tuple[str, ...]:
+    """Targets whose last two names both stand in the plugin's sources."""
+    top = entry.module.partition(".")[0]
+    files = (entry.dist.files if entry.dist else None) or []
+    paths = [Path(str(file.locate())) for file in files if file.parts[0] in (top, f"{top}.py")]
+    text = "\n".join(
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in paths
+        if path.suffix == ".py" and path.is_file()
+    )
+    return tuple(t for t in targets if all(n in text for n in t.partition(":")[2].split(".")[-2:]))
+
+
+def _cannot_look(sentence: str, as_json: bool) -> NoReturn:
+    if as_json:
+        click.echo(json.dumps({"vllm": None, "plugin": _plugin(), "error": sentence}, indent=2))
+    else:
+        click.echo(sentence, err=True)
+    raise SystemExit(2)
+
+
+def _plugin() -> dict[str, Any]:
+    registered = any(entry.name == OURS for entry in metadata.entry_points(group=GROUP))
+    return {"version": __version__, "registered": registered, "native": native.status()}
+
+
+def _shown(entry: Planned, probes: dict[str, Judgement]) -> dict[str, Any]:
+    shown = {
+        "name": entry.part.name,
+        "verdict": entry.judgement.verdict.value,
+        "reason": entry.judgement.reason,
+    }
+    if entry.id in probes:
+        shown["probe"] = f"{probes[entry.id].verdict}: {probes[entry.id].reason}"
+    return shown
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--probe", "with_probes", is_flag=True, help="Also run the probes (imports vLLM).")
+@click.option(
+    "--vllm",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Look at the unpacked wheel in this folder instead of the installed vLLM.",
+)
+def doctor(as_json: bool, with_probes: bool, folder: Path | None) -> None:
+    """Tell what the plugin would do to the vLLM found here, and why."""
+    features = catalogue(package)
+    installed = _find(folder, as_json)
+    try:
+        settings = read(os.environ, features)
+    except SettingsError as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(1) from None
+    planned = tuple(map(_as_expected, plan(features, settings, installed)))
+    try:
+        probes = probe(folder) if with_probes else {}
+    except ProbeError as error:
+        _cannot_look(str(error), as_json)
+    problems = refusals(planned, settings) + _filtered() + _contradictions(planned, probes)
+    foreign = foreign_plugins(features)
+    if as_json:
+        data = _as_data(installed, planned, probes, foreign, problems, settings.unknown)
+        click.echo(json.dumps(data, indent=2))
+    else:
+        _print(installed, planned, probes, foreign, [*settings.unknown, *problems])
+    raise SystemExit(1 if problems else 0)
+
+
+def _find(folder: Path | None, as_json: bool) -> Installation:
+    try:
+        installed = installation(folder)
+    except ValueError as error:
+        _cannot_look(f"{error}.", as_json)
+    if installed is None:
+        where = f"in {folder}" if folder else "in this Python environment"
+        _cannot_look(
+            f"There is no vLLM {where}: vllm-ext needs one to have something to do "
+            "(pip install vllm, or name an unpacked wheel with --vllm DIR).",
+            as_json,
+        )
+    return installed
+
+
+def _as_expected(entry: Planned) -> Planned:
+    """Before a process runs, an armed part is one that will be active."""
+    if entry.judgement.verdict is Verdict.ARMED:
+        return replace(entry, judgement=replace(entry.judgement, verdict=Verdict.ACTIVE))
+    return entry
+
+
+def _filtered() -> list[str]:
+    names = os.environ.get("VLLM_PLUGINS")
+    if names is None or OURS in names.split(","):
+        return []
+    return [f"VLLM_PLUGINS={names} keeps vLLM from loading this plugin; add {OURS} to it."]
+
+
+def _contradictions(planned: tuple[Planned, ...], probes: dict[str, Judgement]) -> list[str]:
+    """Probes that show something else than the record says: the record can't be trusted then."""
+    return [
+        f"{entry.id} is {entry.judgement.verdict} by the record, but the probe shows "
+        f"{probes[entry.id].verdict}: {probes[entry.id].reason}."
+        for entry in planned
+        if entry.id in probes
+        and entry.judgement.verdict in (Verdict.ACTIVE, Verdict.NATIVE, Verdict.IDLE)
+        and probes[entry.id].verdict is not entry.judgement.verdict
+    ]
+
+
+def _as_data(
+    installed: Installation,
+    planned: tuple[Planned, ...],
+    probes: dict[str, Judgement],
+    foreign: list[Foreign],
+    problems: list[str],
+    unknown: tuple[str, ...],
+) -> dict[str, Any]:
+    groups = by_feature(planned)
+    judged = {name: worst(entry.judgement for entry in entries) for name, entries in groups.items()}
+    return {
+        "vllm": {
+            "version": installed.version,
+            "path": str(installed.root / "vllm"),
+            "supported": record(installed.release) is not None,
+        },
+        "plugin": _plugin(),
+        "features": [
+            {
+                "name": name,
+                "verdict": judged[name].verdict.value,
+                "reason": judged[name].reason,
+                "parts": [_shown(entry, probes) for entry in entries],
+            }
+            for name, entries in groups.items()
+        ],
+        "foreign_plugins": [vars(plugin) for plugin in foreign],
+        "problems": problems,
+        "warnings": list(unknown),
+    }
+
+
+def _print(
+    installed: Installation,
+    planned: tuple[Planned, ...],
+    probes: dict[str, Judgement],
+    foreign: list[Foreign],
+    sentences: list[str],
+) -> None:
+    console = Console()
+    console.print(f"vLLM {installed.version} in {installed.root / 'vllm'}", highlight=False)
+    console.print(f"vllm-ext {__version__}", highlight=False)
+    for name, state in native.status().items():
+        console.print(f"  {name}: {state}", style="dim", highlight=False)
+    table = Table()
+    for heading in ("Feature", "Part", "Verdict", "Why", *(["Probe"] if probes else [])):
+        table.add_column(heading, overflow="fold")
+    for name, entries in by_feature(planned).items():
+        for at, entry in enumerate(entries):
+            shown = (
+                [Text(f"{probes[entry.id].verdict}: {probes[entry.id].reason}")] if probes else []
+            )
+            table.add_row(
+                Text(name, style="bold") if at == 0 else "",
+                entry.part.name,
+                coloured(entry.judgement.verdict),
+                Text(entry.judgement.reason),
+                *shown,
+            )
+        table.add_section()
+    console.print(table)
+    for plugin in foreign:
+        touches = (
+            f" speaks of {', '.join(plugin.touches)}"
+            if plugin.touches
+            else " touches nothing of ours"
+        )
+        console.print(
+            f"Other plugin: {plugin.name} ({plugin.distribution}){touches}", highlight=False
+        )
+    for sentence in sentences:
+        console.print(Text(sentence, style="bold red"))

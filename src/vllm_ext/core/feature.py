@@ -1,0 +1,115 @@
+"""What a feature is: data, declared once, from which CLI, status, docs and tests are derived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from vllm_ext.core.seams import Seam
+
+PREFIX = "VLLM_EXT_"
+
+
+class Verdict(StrEnum):
+    """State of a part in one process, the one that needs most attention first."""
+
+    FAILED = "failed"
+    CONFLICT = "conflict"
+    DRIFTED = "drifted"
+    UNSUPPORTED = "unsupported"
+    ARMED = "armed"
+    ACTIVE = "active"
+    NATIVE = "native"
+    IDLE = "idle"
+    OFF = "off"
+
+    @property
+    def honoured(self) -> bool:
+        """True unless something that was asked for is not in force."""
+        return self not in _NOT_HONOURED
+
+
+_NOT_HONOURED = (Verdict.FAILED, Verdict.CONFLICT, Verdict.DRIFTED, Verdict.UNSUPPORTED)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict and, in one sentence, why."""
+
+    verdict: Verdict
+    reason: str
+
+
+def worst(judgements: Iterable[Judgement]) -> Judgement:
+    """The judgement that needs most attention; a feature's verdict is its worst part's."""
+    order = list(Verdict)
+    return min(judgements, key=lambda judgement: order.index(judgement.verdict))
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting of a feature besides its toggle: ``VLLM_EXT_<FEATURE>_<NAME>``."""
+
+    name: str
+    type: type
+    default: Any
+    summary: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """The smallest thing that is applied as a whole: all its seams or none.
+
+    ``relies_on`` are targets that are read, not changed; they are fingerprinted like the
+    patched ones. ``option`` names the boolean option that switches this part on. ``traced``
+    parts change model code that torch.compile traces, so they enter the compile cache key.
+    ``probe`` tells, from the behaviour of the unpatched vLLM in the current process, whether
+    the release lacks this part (``active``), has it (``native``) or has no use for it (``idle``).
+    """
+
+    name: str
+    summary: str
+    seams: tuple[Seam, ...]
+    probe: Callable[[], Judgement]
+    relies_on: tuple[str, ...] = ()
+    option: str | None = None
+    traced: bool = False
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The vLLM objects that are patched, as ``module:qualname``."""
+        return tuple(seam.target for seam in self.seams)
+
+    @property
+    def fingerprinted(self) -> tuple[str, ...]:
+        """Everything whose source must be the recorded one before the part is applied."""
+        evidence = [target for seam in self.seams for target in seam.evidence]
+        return tuple(dict.fromkeys([*evidence, *self.relies_on]))
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One fix or capability with one toggle."""
+
+    name: str
+    area: str
+    summary: str
+    why: str
+    upstream_pr: tuple[int, ...]
+    parts: tuple[Part, ...]
+    options: tuple[Option, ...] = ()
+
+    @property
+    def toggle(self) -> str:
+        """Name of the environment variable: ``auto`` (default), ``1`` or ``0``."""
+        return PREFIX + self.name
+
+    def variable(self, option: Option | str) -> str:
+        """Name of the environment variable of one of the feature's options."""
+        return f"{self.toggle}_{option if isinstance(option, str) else option.name}"
+
+    def part_id(self, part: Part) -> str:
+        """The part's name in verdicts, counters and release records."""
+        return f"{self.name}.{part.name}"

@@ -1,0 +1,115 @@
+"""What is to be done to one installed vLLM: a judgement per part, from source files alone."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from vllm_ext.core.feature import Feature, Judgement, Part, Verdict, worst
+from vllm_ext.core.release import Installation, Record, record, recorded_releases
+from vllm_ext.core.seams import module_of
+from vllm_ext.settings import DISABLE, OFF, ON, Settings
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One part with what the source files say about it; ``armed`` parts can be applied."""
+
+    feature: Feature
+    part: Part
+    judgement: Judgement
+
+    @property
+    def id(self) -> str:
+        """``FEATURE.part``."""
+        return self.feature.part_id(self.part)
+
+    @property
+    def modules(self) -> set[str]:
+        """The modules that must be loaded before the part can be applied."""
+        return {module_of(target) for target in self.part.targets}
+
+
+def catalogue(package: ModuleType) -> list[Feature]:
+    """Every feature declared (as ``FEATURE``) in a module below ``package``, by name.
+
+    Raises ValueError if two features have the same name.
+    """
+    found: dict[str, Feature] = {}
+    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        feature = getattr(importlib.import_module(info.name), "FEATURE", None)
+        if isinstance(feature, Feature):
+            if feature.name in found:
+                raise ValueError(f"two features are called {feature.name}")
+            found[feature.name] = feature
+    return [found[name] for name in sorted(found)]
+
+
+def plan(
+    features: Sequence[Feature], settings: Settings, installed: Installation
+) -> tuple[Planned, ...]:
+    """Judge every part of every feature against an installation; imports nothing of it."""
+    known = record(installed.release)
+    return tuple(
+        Planned(feature, part, _judge(feature, part, settings, installed, known))
+        for feature in features
+        for part in feature.parts
+    )
+
+
+def _judge(
+    feature: Feature,
+    part: Part,
+    settings: Settings,
+    installed: Installation,
+    known: Record | None,
+) -> Judgement:
+    if settings.disable:
+        return Judgement(Verdict.OFF, f"{DISABLE}=1 switches everything off")
+    if settings.toggle(feature) == OFF:
+        return Judgement(Verdict.OFF, f"{feature.toggle}=0")
+    if part.option and not settings.option(feature, part.option):
+        return Judgement(Verdict.OFF, f"set {feature.variable(part.option)}=1 to switch it on")
+    if known is None:
+        supported = ", ".join(recorded_releases())
+        return Judgement(
+            Verdict.UNSUPPORTED,
+            f"vLLM {installed.version} is not a recorded release ({supported}), "
+            "so nothing of it is touched",
+        )
+    recorded = known.judgement(feature, part)
+    drift = known.drift(installed.root, part.fingerprinted)
+    if drift and recorded.verdict is not Verdict.UNSUPPORTED:
+        return Judgement(
+            Verdict.DRIFTED, f"the source is not that of vLLM {known.release}: {drift}"
+        )
+    if recorded.verdict is Verdict.ACTIVE:
+        return Judgement(Verdict.ARMED, f"vLLM {known.release} lacks it: {recorded.reason}")
+    return recorded
+
+
+def by_feature(planned: Iterable[Planned]) -> dict[str, list[Planned]]:
+    """The plan grouped by feature, in its order."""
+    groups: dict[str, list[Planned]] = {}
+    for entry in planned:
+        groups.setdefault(entry.feature.name, []).append(entry)
+    return groups
+
+
+def refusals(planned: Iterable[Planned], settings: Settings) -> list[str]:
+    """One sentence per feature that was asked for (``=1`` or STRICT) and can't be honoured."""
+    sentences = []
+    for entries in by_feature(planned).values():
+        feature = entries[0].feature
+        judgement = worst(entry.judgement for entry in entries)
+        if judgement.verdict.honoured or not (settings.strict or settings.toggle(feature) == ON):
+            continue
+        asked = f"{feature.toggle}=1" if settings.toggle(feature) == ON else "VLLM_EXT_STRICT=1"
+        sentences.append(
+            f"{asked} can't be honoured, {feature.name} is {judgement.verdict}: "
+            f"{judgement.reason} (set {feature.toggle}=0 to start without it)"
+        )
+    return sentences

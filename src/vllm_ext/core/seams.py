@@ -1,0 +1,148 @@
+"""How a part touches vLLM: the target's place, and the object to put there.
+
+Wrappers are plain functions rather than proxy objects: they pickle by reference, are traced by
+Dynamo like the function they stand for, and cost one call (docs/design.md has the figures).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
+
+
+class SeamError(Exception):
+    """A target that can't be patched as declared; the message says what was found."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a target lives: a name in a module or in a class."""
+
+    owner: Any
+    name: str
+
+    def read(self) -> Any:
+        """The raw attribute (descriptors unbound), MISSING where the owner has none itself."""
+        return vars(self.owner).get(self.name, MISSING)
+
+    def write(self, value: Any) -> None:
+        """Put a raw attribute there; MISSING takes the attribute away."""
+        if value is MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+def split(target: str) -> tuple[str, list[str]]:
+    """``module:Class.method`` as module name and path inside the module."""
+    module, _, path = target.partition(":")
+    if not module or not path:
+        raise ValueError(f"{target!r} is not a target of the form module:qualname")
+    return module, path.split(".")
+
+
+def module_of(target: str) -> str:
+    """Name of the module a target lives in."""
+    return split(target)[0]
+
+
+def locate(target: str) -> Place:
+    """The place of a target whose module is loaded; reads vars(), so nothing is imported.
+
+    Raises SeamError if the module isn't loaded or a class on the way is missing.
+    """
+    module_name, path = split(target)
+    owner: Any = sys.modules.get(module_name)
+    if not isinstance(owner, ModuleType):
+        raise SeamError(f"module {module_name} is not loaded")
+    for depth, name in enumerate(path[:-1], start=1):
+        owner = vars(owner).get(name)
+        if not isinstance(owner, type):
+            raise SeamError(f"{module_name}:{'.'.join(path[:depth])} is not a class")
+    return Place(owner, path[-1])
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One touch of vLLM at ``target`` (``module:qualname``)."""
+
+    target: str
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """What must be as recorded before this seam may be used."""
+        return (self.target,)
+
+    def layer(self, place: Place, below: Any) -> Any:
+        """The object to put at ``place``, given the one that is there (MISSING if none)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Wrap(Seam):
+    """A wrapper round a function or method: ``behaviour(original, *args, **kwargs)``.
+
+    For methods args[0] is self, for classmethods cls. Plain, static and class methods, plain and
+    coroutine functions are taken; anything else raises SeamError.
+    """
+
+    behaviour: Callable[..., Any]
+
+    def layer(self, place: Place, below: Any) -> Any:
+        if below is MISSING:
+            raise SeamError(f"{self.target} is not defined there")
+        if isinstance(below, (staticmethod, classmethod)):
+            return type(below)(_wrapper(self.behaviour, below.__func__))
+        return _wrapper(self.behaviour, below)
+
+
+@dataclass(frozen=True)
+class Add(Seam):
+    """An attribute the class itself lacks: ``build(owner)`` returns it."""
+
+    build: Callable[[Any], Any]
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """The name must be absent and the class have the recorded bases and members."""
+        return (self.target, self.target.rpartition(".")[0])
+
+    def layer(self, place: Place, below: Any) -> Any:
+        if below is not MISSING:
+            raise SeamError(f"{self.target} exists already")
+        value = self.build(place.owner)
+        if isinstance(value, FunctionType):
+            value.__name__ = place.name
+            value.__qualname__ = f"{place.owner.__qualname__}.{place.name}"
+        return value
+
+
+def _wrapper(behaviour: Callable[..., Any], original: Any) -> FunctionType:
+    if not isinstance(original, FunctionType) or inspect.isasyncgenfunction(original):
+        raise SeamError(f"{original!r} is not a plain or coroutine function")
+    # The wrapper is of the original's kind: FastAPI and inspect look at that.
+    if inspect.iscoroutinefunction(original):
+
+        @functools.wraps(original)
+        async def coroutine_wrapper(*args: Any, **kwargs: Any) -> Any:
+            return await behaviour(original, *args, **kwargs)
+
+        return coroutine_wrapper  # type: ignore[return-value]
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return behaviour(original, *args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def function_of(raw: Any) -> Any:
+    """The function behind a raw attribute (static and class methods unwrapped)."""
+    return raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw

@@ -1,0 +1,1 @@
+"""The features: one folder per area, one module per feature."""

@@ -1,0 +1,1 @@
+"""Serving: HTTP answers of the API server."""

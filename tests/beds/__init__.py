@@ -1,0 +1,1 @@
+"""Test beds: the vLLM releases side by side, and what the tests run on them."""
