@@ -53,6 +53,7 @@ def recorded(release: str, part: str) -> Verdict:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "behaviour(part, wrong): what users must see of a part")
+    config.addinivalue_line("markers", "full: too long for CI, runs in test-all only")
     config.addinivalue_line("markers", "area(name): the area of features a test belongs to")
     if path := os.environ.get(REPORTS):
         config.pluginmanager.register(Reporter(config, path))
@@ -109,6 +110,8 @@ def _selected(item: pytest.Item, config: pytest.Config) -> bool:
         part = _fixed(item, "part")
         area_of = find_part(part)[0].area if part else _area(item)
         return not area or area_of == area
+    if item.get_closest_marker("full"):
+        return False
     if item.get_closest_marker("engine") is None:
         return True
     # In CI an engine test runs where most parts are active, on the first model of its list.

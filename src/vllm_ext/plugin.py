@@ -66,9 +66,14 @@ def _make_known(names: Iterable[str], getter: Callable[[str], Any] = os.environ.
         registered.setdefault(name, functools.partial(getter, name))
 
 
-def _kept_out(name: str) -> str:
-    # vLLM leaves a variable that can't be read out of its compile key, so the key stays stock's.
-    raise LookupError(f"{DISABLE}=1 keeps {name} out of the compile key")
+def _kept_out(name: str) -> str | None:
+    """Read a variable, except for vLLM's compile key, which then stays stock's.
+
+    vLLM leaves a variable that can't be read out of the key; no function of vLLM is touched.
+    """
+    if sys._getframe(1).f_code.co_name == "compile_factors":
+        raise LookupError(f"{DISABLE}=1 keeps {name} out of the compile key")
+    return os.environ.get(name)
 
 
 def _is_vllm_command() -> bool:

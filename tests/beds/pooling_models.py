@@ -26,7 +26,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from .tokenizer import END, PAD, START, VOCABULARY, load_tokenizer, save_tokenizer
+from tests.beds.tokenizer import END, PAD, START, VOCABULARY, load_tokenizer, save_tokenizer
 
 ScoreType = Literal["bi-encoder", "cross-encoder", "late-interaction"]
 

@@ -58,12 +58,12 @@ class ServerDied(RuntimeError):
 
 
 class RequestFailed(RuntimeError):
-    """The server answered with a status of 400 or more; the message carries its body."""
+    """A reply had a status of 400 or more; the message carries its body."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One HTTP answer. ``json()`` raises ``ValueError`` if the body is no JSON."""
+    """One HTTP answer; ``json()`` raises ``ValueError`` if the body is no JSON."""
 
     status_code: int
     text: str
@@ -111,6 +111,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: set[psutil.Process] = set()
         self._port = 0
+        self._ready = False
 
     def __enter__(self) -> Self:
         try:
@@ -159,6 +160,7 @@ class Server:
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if self._send("GET", "/health", None, timeout=5.0).status_code == 200:
+                    self._ready = True
                     return
             self._raise_if_dead(patience=0.2)
         raise TimeoutError(
@@ -204,9 +206,7 @@ class Server:
 
     def processes(self) -> list[psutil.Process]:
         """The live processes of this server, engine and worker processes included."""
-        if self._process is None:
-            return []
-        leader = self._process.pid
+        leader = self._process.pid if self._process else None
         # An orphan of a dead frontend is no descendant any more, but still in its session.
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -217,14 +217,15 @@ class Server:
     def stop(self, grace: float = 20.0) -> None:
         """End the server as Ctrl-C would, then by force whatever is left; may be called again.
 
-        ``grace`` seconds are given to the clean way; an interrupt while it waits goes straight to
-        force. Raises ``RuntimeError`` if a process survives even that.
+        A server that was ready has ``grace`` seconds for the clean way. An interrupt meanwhile goes
+        straight to force. Raises ``RuntimeError`` if a process survives even that.
         """
         if self._process is None:
             return
         try:
             self.processes()
-            if self._process.poll() is None:
+            # A server that still starts obeys SIGTERM at once and SIGINT only seconds later.
+            if self._ready and self._process.poll() is None:
                 self._process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(grace)
@@ -233,7 +234,7 @@ class Server:
             left = self._signal_all(signal.SIGKILL, patience=10.0)
             self._process.poll()
         if left:
-            raise RuntimeError(f"processes that can't be ended: {[p.pid for p in left]}")
+            raise RuntimeError(f"these processes can't be ended: {left}")
 
     def _signal_all(self, number: signal.Signals, patience: float) -> list[psutil.Process]:
         """Signal every live process, wait ``patience`` seconds, return the survivors."""
@@ -274,7 +275,7 @@ def _environment(
     merged: dict[str, str | None] = {**DEFAULT_ENV, **os.environ, **changes}
     env = {name: value for name, value in merged.items() if value is not None}
     paths = [*map(str, pythonpath), *filter(None, [env.get("PYTHONPATH")])]
-    return {**env, "PYTHONPATH": os.pathsep.join(paths)} if paths else env
+    return env | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def _free_port() -> int:
@@ -284,10 +285,9 @@ def _free_port() -> int:
 
 
 def _alive(process: psutil.Process) -> bool:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def _cause(code: int, lines: list[str]) -> tuple[str, int]:

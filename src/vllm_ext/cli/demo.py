@@ -117,6 +117,7 @@ def _steps(console: Console) -> bool:
     _title(console, 3, "What /score bills, without the plugin and with it")
     counts = count(embedder)
     _show(console, texts_table(counts))
+    console.print()
     stock = _score(console, embedder, "stock", _PLUGIN_OFF)
     ours = _score(console, embedder, "vllm-ext", _PLUGIN_ON)
     sentence, good = verdict(counts, stock, ours)
@@ -130,7 +131,10 @@ def _prepare(console: Console) -> Path:
     name = "SmolLM2-135M-Instruct"
     begun = time.monotonic()
     columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+    off = not console.is_terminal
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=off
+    ) as bar:
         task = bar.add_task(f"{name}: 4-bit GGUF to float32", total=None, visible=False)
         folder = demo_models.smollm2(
             lambda done, total: bar.update(task, completed=done, total=total, visible=True)
@@ -145,9 +149,10 @@ def _ask(console: Console, model: Path) -> None:
     """Serve the language model, ask it twice, print the answers."""
     name = "SmolLM2-135M-Instruct"
     common = {"model": name, "temperature": 0, "max_tokens": 48}
-    table = Table("you ask", "it answers", "endpoint", "time", title_justify="left")
-    table.columns[1].style = "green"
-    table.columns[3].justify = "right"
+    table = Table("you ask")
+    table.add_column("it answers", style="green")
+    table.add_column("endpoint", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
     with _serving(console, model, name, "smollm2", _PLUGIN_ON, *_SMALL, "512") as server:
         begun = time.monotonic()
         reply = server.post("/v1/completions", {**common, "prompt": PROMPT, "stop": ["\n"]})

@@ -101,22 +101,18 @@ def texts_table(counts: Counts) -> Table:
 
 def usage_table(counts: Counts, stock: Scored, ours: Scored) -> Table:
     """What each server billed, beside what the tokenizer and the engine counted."""
-    table = Table("server", title="the same request to two servers")
-    for name in ("billed", "tokenizer", "engine's counter", "scores"):
-        table.add_column(name, justify="right")
-    table.add_column("off by", justify="right")
-    for label, run_ in (
-        (f"stock vLLM {stock.vllm}", stock),
-        (f"vLLM {ours.vllm} with vllm-ext", ours),
-    ):
-        right = run_.billed == counts.total
+    table = Table("vLLM", title="one /score request, answered twice")
+    for name in ("billed", "tokenizer", "engine", "off by", "scores"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, run in ((f"{stock.vllm} stock", stock), (f"{ours.vllm} with vllm-ext", ours)):
+        right = run.billed == counts.total
         table.add_row(
             label,
-            Text(str(run_.billed), style="bold green" if right else "bold red"),
+            Text(str(run.billed), style="bold green" if right else "bold red"),
             str(counts.total),
-            str(run_.processed),
-            "  ".join(f"{score:.4f}" for score in run_.scores),
-            "[green]0[/]" if right else f"[red]{run_.billed - counts.total:+d}[/]",
+            str(run.processed),
+            "[green]0[/]" if right else f"[red]{run.billed - counts.total:+d}[/]",
+            "  ".join(f"{score:.4f}" for score in run.scores),
         )
     return table
 

@@ -18,7 +18,7 @@ from vllm_ext.core.seams import split
 
 # ast.dump differs between Python versions in what it leaves out; these carry no behaviour.
 _IGNORED = {"kind", "ctx", "type_comment", "type_ignores"}
-_BLOCKS = {"body", "orelse", "finalbody", "handlers", "cases"}
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
