@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.beds.registered import registered
 from tests.conftest import find_part
-from vllm_ext import plugin
 
 QUERY, DOCS = 5, (3, 4, 5)
 CACHED = 2
@@ -18,27 +18,13 @@ CACHED = 2
 
 @pytest.fixture
 def patched(installed_release: str, plugin: str, request: pytest.FixtureRequest) -> Iterator[None]:
-    """The process as vLLM has it: with the plugin registered, or as it came."""
-    feature, part = find_part(request.node.get_closest_marker("behaviour").args[0])
-    with pytest.MonkeyPatch.context() as patch:
-        yield from _registered(
-            patch, feature.variable(part.option) if part.option else None, plugin
-        )
-
-
-def _registered(patch: pytest.MonkeyPatch, option: str | None, how: str) -> Iterator[None]:
+    """The process with the plugin registered and the part's option on, or as it came."""
     import vllm.entrypoints.pooling.scoring.serving  # noqa: F401
 
-    if how == "without":
+    feature, part = find_part(request.node.get_closest_marker("behaviour").args[0])
+    option = {feature.variable(part.option): "1"} if part.option else {}
+    with registered(plugin == "with", option):
         yield
-        return
-    patch.setenv("VLLM_EXT_SERVER_ID", "test")
-    if option:
-        patch.setenv(option, "1")
-    patch.setattr(plugin, "_process", None)
-    plugin.register()
-    yield
-    plugin._process.stop()
 
 
 def _output(length: int, data: Any, cached: int = CACHED) -> Any:

@@ -18,10 +18,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_ext.checks.family import Family
+
+if TYPE_CHECKING:
+    import psutil
 
 # -P keeps a folder called "vllm" in the working directory from shadowing the installed one.
 SERVE = ("-P", "-m", "vllm.entrypoints.cli.main", "serve")
@@ -109,7 +113,7 @@ class Server:
         self._args = tuple(args)
         self._env = _environment(env or {}, pythonpath)
         self._process: subprocess.Popen[bytes] | None = None
-        self._seen: set[psutil.Process] = set()
+        self._family: Family | None = None
         self._port = 0
         self._ready = False
 
@@ -153,6 +157,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._family = Family(self._process.pid)
 
     def wait_ready(self) -> None:
         """Return once /health answers 200; errors as in the class description."""
@@ -206,13 +211,7 @@ class Server:
 
     def processes(self) -> list[psutil.Process]:
         """The live processes of this server, engine and worker processes included."""
-        leader = self._process.pid if self._process else None
-        # An orphan of a dead frontend is no descendant any more, but still in its session.
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if os.getsid(process.pid) == leader:
-                    self._seen.update((process, *process.children(recursive=True)))
-        return [process for process in self._seen if _alive(process)]
+        return self._family.live() if self._family else []
 
     def stop(self, grace: float = 20.0) -> None:
         """End the server as Ctrl-C would, then by force whatever is left; may be called again.
@@ -220,31 +219,20 @@ class Server:
         A server that was ready has ``grace`` seconds for the clean way. An interrupt meanwhile goes
         straight to force. Raises ``RuntimeError`` if a process survives even that.
         """
-        if self._process is None:
+        if self._process is None or self._family is None:
             return
+        patience = 0.0
         try:
-            self.processes()
+            self._family.live()
             # A server that still starts obeys SIGTERM at once and SIGINT only seconds later.
             if self._ready and self._process.poll() is None:
                 self._process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(grace)
-            self._signal_all(signal.SIGTERM, patience=5.0)
+            patience = 5.0
         finally:
-            left = self._signal_all(signal.SIGKILL, patience=10.0)
+            self._family.end(patience)
             self._process.poll()
-        if left:
-            raise RuntimeError(f"these processes can't be ended: {left}")
-
-    def _signal_all(self, number: signal.Signals, patience: float) -> list[psutil.Process]:
-        """Signal every live process, wait ``patience`` seconds, return the survivors."""
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-        deadline = time.monotonic() + patience
-        while (left := self.processes()) and time.monotonic() < deadline:
-            psutil.wait_procs(left, timeout=0.1)
-        return left
 
     def _request(self, method: str, path: str, body: object, timeout: float) -> Reply:
         try:
@@ -282,12 +270,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def _cause(code: int, lines: list[str]) -> tuple[str, int]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 PROMPT = "The capital of France is"
 CHAT = "Write a haiku about the sea."
 _LOG_PREFIX = re.compile(r"^(\(.*? pid=\d+\) )?(\w+ \d\d-\d\d [\d:]+ \[.*?\] )?")
+_PLUGIN_LINE = re.compile(r"\bvllm-ext \d\S* on vLLM .+")
 _SMALL = ("--dtype", "float32", "--enforce-eager", "--max-model-len")
 _PLUGIN_ON = {"VLLM_EXT_DISABLE": None}
 _PLUGIN_OFF = {"VLLM_EXT_DISABLE": "1"}
@@ -146,7 +147,7 @@ def _prepare(console: Console) -> Path:
 
 
 def _ask(console: Console, model: Path) -> None:
-    """Serve the language model, ask it twice, print the answers."""
+    """Serve the language model, print the plugin's word in its log and two answers."""
     name = "SmolLM2-135M-Instruct"
     common = {"model": name, "temperature": 0, "max_tokens": 48}
     table = Table("you ask")
@@ -154,6 +155,8 @@ def _ask(console: Console, model: Path) -> None:
     table.add_column("endpoint", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
     with _serving(console, model, name, "smollm2", _PLUGIN_ON, *_SMALL, "512") as server:
+        if said := _PLUGIN_LINE.findall(server.log_text()):
+            console.print(f"   [dim]{len(said)} processes log:[/] {escape(said[0])}")
         begun = time.monotonic()
         reply = server.post("/v1/completions", {**common, "prompt": PROMPT, "stop": ["\n"]})
         text = reply.raise_for_status().json()["choices"][0]["text"]

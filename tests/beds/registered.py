@@ -1,0 +1,31 @@
+"""The plugin registered in this process for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import pytest
+
+from vllm_ext import plugin
+
+
+@contextmanager
+def registered(active: bool, environ: Mapping[str, str] | None = None) -> Iterator[None]:
+    """register() as vLLM calls it in a child process of a server; all undone at the end."""
+    if not active:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_EXT_SERVER_ID", "test")
+        for name, value in (environ or {}).items():
+            patch.setenv(name, value)
+        patch.setattr(plugin, "_process", None)
+        known = sys.modules["vllm.envs"].environment_variables
+        patch.setattr(sys.modules["vllm.envs"], "environment_variables", dict(known))
+        plugin.register()
+        try:
+            yield
+        finally:
+            plugin._process.stop()
