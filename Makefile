@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install environment demo test test-all soak evidence-check lint clean
+.PHONY: help install environment demo test test-all soak evidence-check record lint clean
 
 PYTHON ?= python3.11
 AREA ?=
@@ -21,6 +21,7 @@ help:
 	@echo "make test-all AREA=x  one area on all releases, with and without the plugin; writes docs/evidence/x.json"
 	@echo "make soak             long runs"
 	@echo "make evidence-check   names evidence older than the sources it speaks of"
+	@echo "make record           records all releases anew (fetches their CUDA wheels, 1.6 GB)"
 	@echo "make lint             ruff and mypy"
 	@echo "make clean            removes .venv, .releases and build outputs (downloads stay cached)"
 
@@ -94,6 +95,9 @@ soak: install
 
 evidence-check: install
 	@exec $(PY) -m tests.beds.evidence
+
+record: install
+	@exec $(PY) -m tests.beds.records
 
 lint: install
 	@$(PY) -m ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,13 +16,14 @@ def registered(active: bool, environ: Mapping[str, str] | None = None) -> Iterat
     if not active:
         yield
         return
+    from vllm import envs
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_EXT_SERVER_ID", "test")
         for name, value in (environ or {}).items():
             patch.setenv(name, value)
         patch.setattr(plugin, "_process", None)
-        known = sys.modules["vllm.envs"].environment_variables
-        patch.setattr(sys.modules["vllm.envs"], "environment_variables", dict(known))
+        patch.setattr(envs, "environment_variables", dict(envs.environment_variables))
         plugin.register()
         try:
             yield

@@ -7,6 +7,7 @@ import click
 from vllm_ext import __version__
 from vllm_ext.cli.doctor import doctor
 from vllm_ext.cli.listing import explain, list_features
+from vllm_ext.cli.pages import pages
 from vllm_ext.cli.recording import record
 
 
@@ -30,3 +31,4 @@ main.add_command(list_features)
 main.add_command(explain)
 main.add_command(doctor)
 main.add_command(record)
+main.add_command(pages)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,57 +22,71 @@ from vllm_ext.cli.style import coloured
 from vllm_ext.core.feature import Feature, Judgement, Verdict, worst
 from vllm_ext.core.plan import Planned, by_feature, catalogue, plan, refusals
 from vllm_ext.core.probe import ProbeError, probe
-from vllm_ext.core.recording import targets_of
 from vllm_ext.core.release import Installation, installation, record
+from vllm_ext.core.seams import split
 from vllm_ext.settings import SettingsError, read
 
 GROUP = "vllm.general_plugins"
 OURS = "vllm_ext"
+_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Another general plugin, and which of our targets its code speaks of."""
+    """Another general plugin, and which of our targets its code speaks of (None: no sources)."""
 
     name: str
     value: str
     distribution: str
-    touches: tuple[str, ...]
+    touches: tuple[str, ...] | None
 
 
 def foreign_plugins(features: list[Feature]) -> list[Foreign]:
     """The other general plugins; their sources are read, nothing of them is imported."""
+    parts = [part for feature in features for part in feature.parts]
+    targets = sorted({t for part in parts for t in (*part.targets, *part.relies_on)})
     return [
         Foreign(
             entry.name,
             entry.value,
             entry.dist.name if entry.dist else "unknown",
-            _touches(entry, targets_of(features)),
+            _touches(entry, targets),
         )
         for entry in metadata.entry_points(group=GROUP)
         if entry.module.partition(".")[0] not in ("vllm", OURS)  # vLLM ships plugins itself
     ]
 
 
-def _touches(entry: metadata.EntryPoint, targets: list[str]) -> tuple[str, ...]:
-    """Targets whose last two names both stand in the plugin's sources."""
-    top = entry.module.partition(".")[0]
-    files = (entry.dist.files if entry.dist else None) or []
-    paths = [Path(str(file.locate())) for file in files if file.parts[0] in (top, f"{top}.py")]
-    text = "\n".join(
-        path.read_text(encoding="utf-8", errors="replace")
-        for path in paths
-        if path.suffix == ".py" and path.is_file()
-    )
-    return tuple(t for t in targets if all(n in text for n in t.partition(":")[2].split(".")[-2:]))
+def _touches(entry: metadata.EntryPoint, targets: list[str]) -> tuple[str, ...] | None:
+    """Targets whose last two names both stand in the plugin's sources; None without sources."""
+    files = _sources(entry.module.partition(".")[0])
+    if not files:
+        return None
+    words = {
+        word
+        for file in files
+        for word in _WORD.findall(file.read_text(encoding="utf-8", errors="replace"))
+    }
+    return tuple(t for t in targets if words.issuperset(split(t)[1][-2:]))
 
 
-def _cannot_look(sentence: str, as_json: bool) -> NoReturn:
+def _sources(top: str) -> list[Path]:
+    """The Python files of a top-level module or package, wherever it is installed."""
+    spec = importlib.util.find_spec(top)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    files = [file for folder in folders for file in sorted(Path(folder).rglob("*.py"))]
+    if not folders and spec and spec.origin and spec.origin.endswith(".py"):
+        files = [Path(spec.origin)]
+    return files
+
+
+def _stop(status: int, sentence: str, as_json: bool, installed: Installation | None) -> NoReturn:
+    """End with one sentence; as JSON, in the shape a complete answer has."""
     if as_json:
-        click.echo(json.dumps({"vllm": None, "plugin": _plugin(), "error": sentence}, indent=2))
+        click.echo(json.dumps(_as_data(installed, (), {}, [], [sentence], ()), indent=2))
     else:
         click.echo(sentence, err=True)
-    raise SystemExit(2)
+    raise SystemExit(status)
 
 
 def _plugin() -> dict[str, Any]:
@@ -105,14 +121,17 @@ def doctor(as_json: bool, with_probes: bool, folder: Path | None) -> None:
     try:
         settings = read(os.environ, features)
     except SettingsError as error:
-        click.echo(str(error), err=True)
-        raise SystemExit(1) from None
+        _stop(1, str(error), as_json, installed)
     planned = tuple(map(_as_expected, plan(features, settings, installed)))
     try:
         probes = probe(folder) if with_probes else {}
     except ProbeError as error:
-        _cannot_look(str(error), as_json)
-    problems = refusals(planned, settings) + _filtered() + _contradictions(planned, probes)
+        _stop(2, str(error), as_json, installed)
+    problems = [
+        *refusals(planned, settings),
+        *_not_loaded(),
+        *_contradictions(installed, planned, probes),
+    ]
     foreign = foreign_plugins(features)
     if as_json:
         data = _as_data(installed, planned, probes, foreign, problems, settings.unknown)
@@ -126,13 +145,15 @@ def _find(folder: Path | None, as_json: bool) -> Installation:
     try:
         installed = installation(folder)
     except ValueError as error:
-        _cannot_look(f"{error}.", as_json)
+        _stop(2, f"{error}.", as_json, None)
     if installed is None:
         where = f"in {folder}" if folder else "in this Python environment"
-        _cannot_look(
+        _stop(
+            2,
             f"There is no vLLM {where}: vllm-ext needs one to have something to do "
             "(pip install vllm, or name an unpacked wheel with --vllm DIR).",
             as_json,
+            None,
         )
     return installed
 
@@ -144,27 +165,35 @@ def _as_expected(entry: Planned) -> Planned:
     return entry
 
 
-def _filtered() -> list[str]:
+def _not_loaded() -> list[str]:
+    """Why vLLM would not even call the plugin here."""
+    if not _plugin()["registered"]:
+        return ["vllm-ext is not installed as a vLLM plugin here, so vLLM does not load it."]
     names = os.environ.get("VLLM_PLUGINS")
     if names is None or OURS in names.split(","):
         return []
     return [f"VLLM_PLUGINS={names} keeps vLLM from loading this plugin; add {OURS} to it."]
 
 
-def _contradictions(planned: tuple[Planned, ...], probes: dict[str, Judgement]) -> list[str]:
+def _contradictions(
+    installed: Installation, planned: tuple[Planned, ...], probes: dict[str, Judgement]
+) -> list[str]:
     """Probes that show something else than the record says: the record can't be trusted then."""
+    known = record(installed.release)
     return [
-        f"{entry.id} is {entry.judgement.verdict} by the record, but the probe shows "
+        f"{entry.id} is {recorded.verdict} by the record, but the probe shows "
         f"{probes[entry.id].verdict}: {probes[entry.id].reason}."
         for entry in planned
-        if entry.id in probes
-        and entry.judgement.verdict in (Verdict.ACTIVE, Verdict.NATIVE, Verdict.IDLE)
-        and probes[entry.id].verdict is not entry.judgement.verdict
+        if known is not None
+        and entry.id in probes
+        and entry.judgement.verdict.honoured
+        and (recorded := known.judgement(entry.feature, entry.part)).verdict
+        is not probes[entry.id].verdict
     ]
 
 
 def _as_data(
-    installed: Installation,
+    installed: Installation | None,
     planned: tuple[Planned, ...],
     probes: dict[str, Judgement],
     foreign: list[Foreign],
@@ -174,7 +203,8 @@ def _as_data(
     groups = by_feature(planned)
     judged = {name: worst(entry.judgement for entry in entries) for name, entries in groups.items()}
     return {
-        "vllm": {
+        "vllm": installed
+        and {
             "version": installed.version,
             "path": str(installed.root / "vllm"),
             "supported": record(installed.release) is not None,
@@ -203,7 +233,8 @@ def _print(
     sentences: list[str],
 ) -> None:
     console = Console()
-    console.print(f"vLLM {installed.version} in {installed.root / 'vllm'}", highlight=False)
+    where = Text(f"vLLM {installed.version} in {installed.root / 'vllm'}")
+    console.print(where, soft_wrap=True)
     console.print(f"vllm-ext {__version__}", highlight=False)
     for name, state in native.status().items():
         console.print(f"  {name}: {state}", style="dim", highlight=False)
@@ -226,12 +257,13 @@ def _print(
     console.print(table)
     for plugin in foreign:
         touches = (
-            f" speaks of {', '.join(plugin.touches)}"
+            "its sources were not found"
+            if plugin.touches is None
+            else f"speaks of {', '.join(plugin.touches)}"
             if plugin.touches
-            else " touches nothing of ours"
+            else "speaks of nothing that we patch"
         )
-        console.print(
-            f"Other plugin: {plugin.name} ({plugin.distribution}){touches}", highlight=False
-        )
+        told = Text(f"Other plugin: {plugin.name} ({plugin.distribution}) {touches}")
+        console.print(told, soft_wrap=True)
     for sentence in sentences:
-        console.print(Text(sentence, style="bold red"))
+        console.print(Text(sentence, style="bold red"), soft_wrap=True)

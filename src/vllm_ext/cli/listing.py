@@ -13,7 +13,7 @@ from rich.text import Text
 
 from vllm_ext import features as package
 from vllm_ext.cli.style import coloured
-from vllm_ext.core.feature import Feature, Judgement, Part, worst
+from vllm_ext.core.feature import Feature, Judgement, Part, Verdict, worst
 from vllm_ext.core.plan import catalogue
 from vllm_ext.core.release import record, recorded_releases
 
@@ -22,6 +22,14 @@ def recorded(feature: Feature, part: Part) -> dict[str, Judgement]:
     """What was recorded of a part, per release."""
     records = ((release, record(release)) for release in recorded_releases())
     return {release: known.judgement(feature, part) for release, known in records if known}
+
+
+def overall(feature: Feature) -> dict[str, Verdict]:
+    """The feature's verdict per release: its worst part's."""
+    return {
+        release: worst(recorded(feature, part)[release] for part in feature.parts).verdict
+        for release in recorded_releases()
+    }
 
 
 def as_data(feature: Feature) -> dict[str, Any]:
@@ -54,10 +62,7 @@ def as_data(feature: Feature) -> dict[str, Any]:
         "upstream_pr": list(feature.upstream_pr),
         "summary": feature.summary,
         "parts": parts,
-        "releases": {
-            release: worst(recorded(feature, part)[release] for part in feature.parts).verdict.value
-            for release in recorded_releases()
-        },
+        "releases": {release: verdict.value for release, verdict in overall(feature).items()},
     }
 
 
@@ -70,20 +75,16 @@ def list_features(as_json: bool) -> None:
         click.echo(json.dumps([as_data(feature) for feature in features], indent=2))
         return
     table = Table(title="Features by vLLM release", title_style="bold")
-    for heading in ("Feature", "Part", "Area", "PR", *recorded_releases()):
-        table.add_column(heading, no_wrap=heading != "Part")
+    for heading in ("Feature and its parts", *recorded_releases()):
+        table.add_column(heading, no_wrap=True)
     for feature in features:
-        for at, part in enumerate(feature.parts):
-            name = Text(part.name)
-            if part.option:
-                name.append(" (option)", style="dim")
-            table.add_row(
-                Text(feature.name, style="bold") if at == 0 else "",
-                name,
-                feature.area if at == 0 else "",
-                ", ".join(map(str, feature.upstream_pr)) if at == 0 else "",
-                *(coloured(judgement.verdict) for judgement in recorded(feature, part).values()),
-            )
+        pulls = "".join(f" #{number}" for number in feature.upstream_pr)
+        name = Text.assemble((feature.name, "bold"), (f" {feature.area}{pulls}", "dim"))
+        table.add_row(name, *map(coloured, overall(feature).values()))
+        for part in feature.parts:
+            name = Text.assemble(f"  {part.name}", (" (option)" if part.option else "", "dim"))
+            verdicts = (judgement.verdict for judgement in recorded(feature, part).values())
+            table.add_row(name, *map(coloured, verdicts))
         table.add_section()
     console = Console()
     console.print(table)
@@ -104,7 +105,8 @@ def explain(feature: str) -> None:
     if found is None:
         raise click.UsageError(f"there is no feature {feature!r}; there are {', '.join(known)}")
     console = Console()
-    console.print(Panel(Text(found.why), title=Text(found.name, "bold"), subtitle=found.summary))
+    told = Text.assemble((found.summary, "bold"), f"\n\n{found.why}")
+    console.print(Panel(told, title=Text(found.name, "bold")))
     pull = ", ".join(f"vllm-project/vllm #{number}" for number in found.upstream_pr)
     console.print(f"Upstream: {pull or 'no pull request'}", highlight=False)
     console.print(f"Toggle:   {found.toggle} = auto (default) | 1 | 0", highlight=False)
@@ -113,18 +115,15 @@ def explain(feature: str) -> None:
             f"Option:   {found.variable(option)} ({option.type.__name__}, default "
             f"{option.default}): {option.summary}",
             highlight=False,
+            soft_wrap=True,
         )
     for part in found.parts:
-        table = Table(title=f"{part.name}: {part.summary}", title_justify="left", show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for seam in part.seams:
-            table.add_row(type(seam).__name__, seam.target)
-        for target in part.relies_on:
-            table.add_row("relies on", target)
+        console.print(Text.assemble("\n", (part.name, "bold"), f": {part.summary}"), soft_wrap=True)
+        touched = [(type(seam).__name__, seam.target) for seam in part.seams]
+        for how, target in touched + [("relies on", target) for target in part.relies_on]:
+            console.print(Text(f"{how:>11}  {target}"), soft_wrap=True)
+        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+        table.add_column(min_width=9, justify="right")
         for release, judgement in recorded(found, part).items():
-            table.add_row(
-                release, Text.assemble(coloured(judgement.verdict), f": {judgement.reason}")
-            )
-        console.print()
+            table.add_row(release, coloured(judgement.verdict), Text(judgement.reason))
         console.print(table)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import is_zipfile
 
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_ext import features as package
 from vllm_ext.core.plan import catalogue
@@ -33,7 +35,13 @@ from vllm_ext.core.release import record as old_record
 def record(folder: Path | None, reference: Path, records: Path) -> None:
     """Run the probes of a release, fingerprint its targets, show what changed."""
     console = Console()
-    installed = installation(folder)
+    if not is_zipfile(reference):
+        raise click.BadParameter(f"{reference} is not a wheel", param_hint="--reference")
+    try:
+        installed = installation(folder)
+    except ValueError as error:
+        console.print(f"{error}.", style="red", markup=False, soft_wrap=True)
+        raise SystemExit(2) from None
     if installed is None:
         console.print("There is no vLLM to record; name an unpacked wheel with --vllm DIR.")
         raise SystemExit(2)
@@ -42,9 +50,11 @@ def record(folder: Path | None, reference: Path, records: Path) -> None:
             shown = probe(folder)
         new = make_record(catalogue(package), installed, shown, reference)
     except (ProbeError, RecordingError) as error:
-        console.print(f"vLLM {installed.version} can't be recorded: {error}", style="red")
+        told = Text(f"vLLM {installed.version} can't be recorded: {error}", style="red")
+        console.print(told, soft_wrap=True)
         raise SystemExit(1) from None
     rows = changes(old_record(new.release), new)
+    records.mkdir(parents=True, exist_ok=True)
     path = new.save(records)
     table = Table(title=f"vLLM {new.release}: {len(new.files)} files equal {reference.name}")
     table.add_column("Target or part", overflow="fold")
@@ -52,4 +62,4 @@ def record(folder: Path | None, reference: Path, records: Path) -> None:
     for row in rows or [("everything", "as recorded before")]:
         table.add_row(*row)
     console.print(table)
-    console.print(f"written to {path}", highlight=False)
+    console.print(Text(f"written to {path}"), soft_wrap=True)

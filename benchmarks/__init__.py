@@ -1,0 +1,1 @@
+"""What the plugin costs; each module prints figures measured side by side in one run."""
