@@ -26,7 +26,8 @@ def environment(release: str) -> dict[str, str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_EXT_")}
     folder = release_path(release)
     paths = [str(folder)] if folder else []
-    environ["PYTHONPATH"] = os.pathsep.join([*paths, str(Path(__file__).parents[2])])
+    root = Path(__file__).parents[2]
+    environ["PYTHONPATH"] = os.pathsep.join([*paths, str(root / "src"), str(root)])
     environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     return environ
 

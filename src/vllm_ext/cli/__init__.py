@@ -19,7 +19,7 @@ def main() -> None:
 
 @main.command()
 def demo() -> None:
-    """Serve a real model and show what SCORE_USAGE changes (needs vllm-ext[demo])."""
+    """Serve a real model and show what SCORE_USAGE changes."""
     from rich.console import Console
 
     from vllm_ext.cli.demo import run

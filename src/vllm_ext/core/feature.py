@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from vllm_ext.core.effects import PAGE
 from vllm_ext.core.seams import Seam
 
 PREFIX = "VLLM_EXT_"
@@ -46,6 +47,14 @@ def worst(judgements: Iterable[Judgement]) -> Judgement:
     """The judgement that needs most attention; a feature's verdict is its worst part's."""
     order = list(Verdict)
     return min(judgements, key=lambda judgement: order.index(judgement.verdict))
+
+
+def effect(part_id: str, amount: int = 1) -> None:
+    """Count what a part (``FEATURE.part``) changed: once per changed answer, step or tensor.
+
+    Operators read it with ``vllm-ext status`` and on /metrics; costs about a microsecond.
+    """
+    PAGE.add(part_id, amount)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_ext.core.feature import Feature, Judgement, Option, Part, Verdict
+from vllm_ext.core.feature import Feature, Judgement, Option, Part, Verdict, effect
 from vllm_ext.core.seams import Add, Wrap
 
 _SERVING = "vllm.entrypoints.pooling.scoring.serving:ServingScores"
@@ -52,14 +52,17 @@ def bill_engine_inputs(original: Callable[..., Any], self: Any, ctx: Any) -> Any
         output.prompt_token_ids = range(total if at == 0 else 0)
     ctx.final_res_batch = billed
     try:
-        return original(self, ctx)
+        response = original(self, ctx)
     finally:
         ctx.final_res_batch = outputs
+    effect("SCORE_USAGE.prompt_tokens")
+    return response
 
 
 def require_engine_inputs(original: Callable[..., Any], self: Any, ctx: Any) -> Any:
     """Say what is wrong where vLLM would fail with a bare assertion."""
     if not ctx.engine_inputs:
+        effect("SCORE_USAGE.missing_inputs")
         count_prompt_tokens(self, ctx)
     return original(self, ctx)
 
@@ -81,6 +84,7 @@ def report_cached_tokens(owner: Any) -> Callable[..., Any]:
         body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
         response.body = response.render(body)
         response.headers["content-length"] = str(len(response.body))
+        effect("SCORE_USAGE.cached_tokens")
         return response
 
     return _postprocessing

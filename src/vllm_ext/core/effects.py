@@ -1,0 +1,76 @@
+"""What parts changed, counted in a memory-mapped page: live, without a thread, and after SIGKILL."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+from pathlib import Path
+
+_NAME = 56
+_SLOT = struct.Struct(f"<{_NAME}sQ")
+_SLOTS = 128
+SIZE = _SLOT.size * _SLOTS
+
+
+class Page:
+    """Counters of one process: slots of a name (UTF-8, up to 56 bytes) and a 64-bit count.
+
+    Anonymous until ``publish`` puts it into a file; what was counted before is carried over.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._map = mmap.mmap(-1, SIZE)
+        self._offsets: dict[str, int] = {}
+
+    def add(self, name: str, amount: int) -> None:
+        """Add to a counter; raises IndexError if all slots are taken."""
+        with self._lock:
+            offset = self._offsets.get(name)
+            if offset is None:
+                offset = self._claim(name)
+            value = int.from_bytes(self._map[offset : offset + 8], "little") + amount
+            self._map[offset : offset + 8] = value.to_bytes(8, "little")
+
+    def _claim(self, name: str) -> int:
+        at = len(self._offsets)
+        if at == _SLOTS:
+            raise IndexError(f"all {_SLOTS} effect counters are taken, {name} has none")
+        _SLOT.pack_into(self._map, at * _SLOT.size, name.encode()[:_NAME], 0)
+        self._offsets[name] = at * _SLOT.size + _NAME
+        return self._offsets[name]
+
+    def publish(self, path: Path) -> None:
+        """Move the counters to a file that others of this user can read while we count."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, SIZE)
+            with self._lock:
+                shared = mmap.mmap(descriptor, SIZE)
+                shared[:] = self._map[:]
+                self._map = shared
+        finally:
+            os.close(descriptor)
+
+    def restart(self) -> None:
+        """Count from zero on an anonymous page: what a forked child does, its parent counts on."""
+        self._lock = threading.Lock()
+        self._map = mmap.mmap(-1, SIZE)
+        self._offsets = {}
+
+    def read(self) -> dict[str, int]:
+        """All counters, by name."""
+        return decode(self._map[:])
+
+
+def decode(page: bytes) -> dict[str, int]:
+    """Counters of a page, by name; also of a process that is gone."""
+    slots = (_SLOT.unpack_from(page, at * _SLOT.size) for at in range(len(page) // _SLOT.size))
+    return {
+        name.rstrip(b"\0").decode("utf-8", "replace"): count for name, count in slots if name[0]
+    }
+
+
+PAGE = Page()
