@@ -1,4 +1,4 @@
-"""What parts changed, counted in a memory-mapped page: live, without a thread, and after SIGKILL."""
+"""What parts changed, counted in a memory-mapped page: live, no thread, and after SIGKILL."""
 
 from __future__ import annotations
 
