@@ -122,7 +122,7 @@ def show(results: dict[str, Any], console: Console) -> None:
     """Print the figures, the verdict on the targets, and where the time goes."""
     figures = spreads(results)
     table = Table(title="register(), CPU milliseconds per process")
-    for heading in ("process", "mode", "median [interval]", "of it: load", "target", "met"):
+    for heading in ("process", "mode", "median, interval", "of it: load", "target", "met"):
         table.add_column(heading, justify="left" if heading in ("process", "mode") else "right")
     for process, modes in figures.items():
         for mode, spread in modes.items():
@@ -145,9 +145,8 @@ def show(results: dict[str, Any], console: Console) -> None:
     for process, modes in results.items():
         for mode, result in modes.items():
             _show_costs(f"{PROCESSES[process]}, {mode}", result, console)
-    runs = [
-        run for modes in results.values() for result in modes.values() for run in result["runs"]
-    ]
+    every = [result for modes in results.values() for result in modes.values()]
+    runs = [run for result in every for run in result["runs"]]
     if not all(run["compiled"] for run in runs):
         console.print("no .pyc of vllm_ext.plugin was there: the figures hold a compilation")
     if collected := sum(bool(run["full_collections"]) for run in runs):
@@ -173,17 +172,14 @@ def _show_costs(title: str, result: dict[str, Any], console: Console) -> None:
         cells: list[str] = []
         for rows in (phases, modules):
             name, spent = rows[at] if at < len(rows) else ("", 0.0)
-            shown = name.replace("vllm_ext.", ".")
+            shown = ".".join(name.split(".")[-2:])
             cells += [shown, f"{spent:.2f}", f"{spent / total:.0%}"] if name else ["", "", ""]
         table.add_row(*cells)
-    table.caption = (
-        f"{total:.1f} ms in all; {len(result['modules'])} modules imported, . = vllm_ext."
-    )
+    table.caption = f"{total:.1f} ms in all, {len(result['modules'])} modules imported"
     console.print(table)
     if result["missing"] and title.endswith("on"):
-        console.print(
-            f"not told apart, gone from core: {', '.join(result['missing'])}", style="dim"
-        )
+        gone = ", ".join(result["missing"])
+        console.print(f"not told apart, no longer in core: {gone}", style="dim")
 
 
 def main() -> None:

@@ -158,7 +158,7 @@ def main(process: str, result: Path, phases: bool) -> None:
         sys.stdout.flush()
         os._exit(0)
 
-    importlib.metadata.EntryPoint.load = measured  # type: ignore[method-assign]
+    importlib.metadata.EntryPoint.load = measured  # type: ignore[method-assign,assignment]
     PROCESSES[process]()
     sys.exit("vLLM did not load the plugin; is vllm-ext installed in this environment?")
 
@@ -187,7 +187,7 @@ def _plain(entry: importlib.metadata.EntryPoint, load: Callable[..., Any]) -> di
 def _phases(entry: importlib.metadata.EntryPoint, load: Callable[..., Any]) -> dict[str, Any]:
     meter = Meter()
     finder = ImportMeter(meter)
-    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, finder)
     meter.enter(OTHER)
     load(entry)()
     meter.leave()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import pickle
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,22 +74,23 @@ class Put:
         self._target, self._make = target, make
         self._original = self._place.read()
 
-    def __enter__(self) -> Call:
-        """The callable a user of the target gets."""
+    def __enter__(self) -> Any:
+        """What a user of the target calls ``scale`` on: an instance, or the module."""
+        owner = self._place.owner
         if self._make is not None:
             self._place.write(self._make(self._place, self._original, self._target))
-        return Scaler().scale if isinstance(self._place.owner, type) else scale
+        return owner() if isinstance(owner, type) else owner
 
     def __exit__(self, *exception: object) -> None:
         self._place.write(self._original)
 
 
-def nanoseconds(function: Call, calls: int) -> float:
-    """CPU time of one call, the loop included."""
+def nanoseconds(owner: Any, calls: int) -> float:
+    """CPU time of one call, with the look-up of its name and the loop."""
     numbers = range(calls)
     start = time.process_time_ns()
     for _ in numbers:
-        function(3, 2, offset=1)
+        owner.scale(3, 2, offset=1)
     return (time.process_time_ns() - start) / calls
 
 
@@ -112,8 +112,8 @@ def measure(rounds: int, calls: int, console: Console) -> dict[str, dict[str, li
         turn = number % len(names)
         for kind, target in TARGETS.items():
             for name in names[turn:] + names[:turn]:
-                with Put(target, made[name]) as function:
-                    spent = nanoseconds(function, calls) - empty_loop(calls)
+                with Put(target, made[name]) as owner:
+                    spent = nanoseconds(owner, calls) - empty_loop(calls)
                 # The first round warms up the interpreter's specialised instructions.
                 if number >= 0:
                     figures[kind][name].append(spent)
@@ -136,9 +136,9 @@ def traces(target: str, make: Call | None) -> str:
     import torch
 
     torch._dynamo.reset()
-    with Put(target, make) as function:
+    with Put(target, make) as owner:
         compiled = torch.compile(
-            lambda value: function(value, 2, offset=1), fullgraph=True, backend="eager"
+            lambda value: owner.scale(value, 2, offset=1), fullgraph=True, backend="eager"
         )
         try:
             right = torch.equal(compiled(torch.arange(4)), torch.arange(4) * 2 + 1)
@@ -160,42 +160,48 @@ def main() -> None:
     where = machine()
     console.print(describe(where))
     figures = measure(options.rounds, options.calls, console)
-    table = Table(title="A call that passes through", caption="median [interval] over the rounds")
-    for heading in ("target", "through"):
-        table.add_column(heading)
-    for heading in ("ns a call", "more ns", "times bare", "times wrapt"):
-        table.add_column(heading, justify="right")
-    for heading in ("pickles", "traced"):
-        table.add_column(heading)
-    rows: dict[str, dict[str, Any]] = {}
-    for kind, target in TARGETS.items():
-        rows[kind] = {}
-        for name, make in variants().items():
-            row = _row(figures[kind], name)
-            row |= {"pickles": pickles(target, make), "traced": traces(target, make)}
-            rows[kind][name] = row
-            table.add_row(
-                kind if name == BARE else "",
-                name,
-                row["ns"].text(0),
-                "" if name == BARE else row["more"].text(0),
-                "" if name == BARE else row["times bare"].text(2),
-                row["times wrapt"].text(2) if name == OURS and "times wrapt" in row else "",
-                row["pickles"],
-                row["traced"],
-            )
-    console.print(table)
+    rows = {
+        kind: {
+            name: _row(figures[kind], name)
+            | {"pickles": pickles(target, make), "traced": traces(target, make)}
+            for name, make in variants().items()
+        }
+        for kind, target in TARGETS.items()
+    }
+    show(rows, console)
     if WRAPT not in variants():
         console.print("wrapt is not installed here, so it is not compared", style="dim")
     if options.json:
         save(options.json, {"machine": where, "rows": _plain(rows), "rounds": figures})
 
 
+def show(rows: dict[str, dict[str, dict[str, Any]]], console: Console) -> None:
+    """Print the cost of a call, and what the wrapped objects can still do."""
+    costs = Table(title="A call that passes through", caption="medians with 95 % interval")
+    able = Table(title="What still works")
+    for table, headings in (
+        (costs, ("ns a call", "times bare", "times wrapt")),
+        (able, ("pickles by reference", "torch.compile(fullgraph=True)")),
+    ):
+        for heading in ("target", "through"):
+            table.add_column(heading, no_wrap=True)
+        for heading in headings:
+            table.add_column(heading, justify="right" if table is costs else "left")
+    for kind, variants_of in rows.items():
+        for name, row in variants_of.items():
+            first = kind if name == BARE else ""
+            bare = "" if name == BARE else row["times bare"].text(1)
+            wrapt = row["times wrapt"].text(2) if name == OURS and "times wrapt" in row else ""
+            costs.add_row(first, name, row["ns"].text(0), bare, wrapt)
+            able.add_row(first, name, row["pickles"], row["traced"])
+    console.print(costs)
+    console.print(able)
+
+
 def _row(rounds: dict[str, list[float]], name: str) -> dict[str, Any]:
     mine = rounds[name]
     row = {
         "ns": Spread.of(mine),
-        "more": Spread.of([a - b for a, b in zip(mine, rounds[BARE], strict=True)]),
         "times bare": Spread.of([a / b for a, b in zip(mine, rounds[BARE], strict=True)]),
     }
     if WRAPT in rounds:
@@ -215,4 +221,4 @@ def _plain(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,8 +10,8 @@ import pytest
 
 from tests.beds.layout import RELEASES
 from tests.conftest import FEATURES, recorded
+from vllm_ext.checks.recording import targets_of
 from vllm_ext.core.feature import Verdict
-from vllm_ext.core.recording import targets_of
 from vllm_ext.core.release import record, recorded_releases
 from vllm_ext.core.seams import split
 from vllm_ext.settings import variables

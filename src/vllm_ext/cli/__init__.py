@@ -9,6 +9,7 @@ from vllm_ext.cli.doctor import doctor
 from vllm_ext.cli.listing import explain, list_features
 from vllm_ext.cli.pages import pages
 from vllm_ext.cli.recording import record
+from vllm_ext.cli.status import status
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,4 +32,5 @@ main.add_command(list_features)
 main.add_command(explain)
 main.add_command(doctor)
 main.add_command(record)
+main.add_command(status)
 main.add_command(pages)

@@ -18,10 +18,10 @@ from rich.text import Text
 
 from vllm_ext import __version__, native
 from vllm_ext import features as package
+from vllm_ext.checks.probe import ProbeError, probe
 from vllm_ext.cli.style import coloured
 from vllm_ext.core.feature import Feature, Judgement, Verdict, worst
 from vllm_ext.core.plan import Planned, by_feature, catalogue, plan, refusals
-from vllm_ext.core.probe import ProbeError, probe
 from vllm_ext.core.release import Installation, installation, record
 from vllm_ext.core.seams import split
 from vllm_ext.settings import SettingsError, read

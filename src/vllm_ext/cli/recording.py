@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_ext import features as package
+from vllm_ext.checks.probe import ProbeError, probe
+from vllm_ext.checks.recording import RecordingError, changes, make_record
 from vllm_ext.core.plan import catalogue
-from vllm_ext.core.probe import ProbeError, probe
-from vllm_ext.core.recording import RecordingError, changes, make_record
 from vllm_ext.core.release import RECORDS, installation
 from vllm_ext.core.release import record as old_record
 

@@ -103,20 +103,21 @@ def _digest(text: str, width: int) -> str:
 
 def _find(tree: ast.AST, path: list[str]) -> list[ast.stmt]:
     """All definitions of a name at its place: overloads, property setters, if/else twins."""
-    found: list[ast.stmt] = [
-        node
-        for node in _scope(tree)
-        if (isinstance(node, _DEFINITIONS) and node.name == path[0])
-        or (isinstance(node, ast.Assign) and path[0] in _names(node))
-    ]
+    found = [node for node in _scope(tree) if path[0] in _binds(node)]
     if len(path) == 1:
         return found
     inner = (_find(node, path[1:]) for node in found if isinstance(node, ast.ClassDef))
     return list(itertools.chain.from_iterable(inner))
 
 
-def _names(node: ast.Assign) -> list[str]:
-    return [target.id for target in node.targets if isinstance(target, ast.Name)]
+def _binds(node: ast.stmt) -> list[str]:
+    """The names a statement binds in its scope: by def, class, assignment or import."""
+    if isinstance(node, _DEFINITIONS):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _scope(tree: ast.AST) -> Iterator[ast.stmt]:
@@ -154,13 +155,8 @@ def _is_string(node: ast.AST) -> bool:
 
 
 def _class_shape(node: ast.ClassDef) -> str:
-    names = [n.name for n in _scope(node) if isinstance(n, _DEFINITIONS)]
-    for child in _scope(node):
-        if isinstance(child, ast.Assign):
-            names += _names(child)
-        elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
-            names.append(child.target.id)
-    return _header(node) + " ".join(sorted(set(names)))
+    names = {name for child in _scope(node) for name in _binds(child)}
+    return _header(node) + " ".join(sorted(names))
 
 
 def _header(node: ast.AST) -> str:

@@ -16,6 +16,7 @@ from vllm_ext.core.imports import PostImportFinder
 from vllm_ext.core.ledger import Ledger
 from vllm_ext.core.plan import by_feature, plan, refusals
 from vllm_ext.core.release import Installation
+from vllm_ext.core.report import Report, ReportError, title
 from vllm_ext.settings import SERVER_ID, Settings, SettingsError, read
 
 # A child of vLLM's logger: its handlers and levels are the operator's.
@@ -32,10 +33,13 @@ class Process:
     def __init__(self, features: Sequence[Feature], installed: Installation, first: bool) -> None:
         self.installed = installed
         self.first = first
+        self.stopped = False
+        self._unpublished = False
         self.settings = self._settings(features)
         self.planned = plan(features, self.settings, installed)
         self.ledger = Ledger(self.planned, (installed.root / "vllm", *_decorator_homes()))
         self.finder = PostImportFinder((), self._module_loaded)
+        self.report = Report(os.environ.get(SERVER_ID, "none"), installed.version)
 
     def _settings(self, features: Sequence[Feature]) -> Settings:
         try:
@@ -65,11 +69,15 @@ class Process:
         self.finder.names |= waiting
         self.finder.install()
         gc.callbacks.append(self._collected)
-        self._report()
+        os.register_at_fork(after_in_child=self._forked)
+        self._tell_all()
+        self._publish()
 
     def stop(self) -> None:
-        """Take everything back: the finder, the callback and, newest first, all parts."""
+        """Take everything back: finder, callback, report and, newest first, all parts."""
         self.finder.remove()
+        self.stopped = True
+        self.report.remove()
         if self._collected in gc.callbacks:
             gc.callbacks.remove(self._collected)
         for part_id, entry in reversed(self.ledger.entries.items()):
@@ -78,8 +86,25 @@ class Process:
 
     def reread(self) -> None:
         """Look whether our patches still stand and name who changed them."""
-        for entry in self.ledger.reread():
+        changed = self.ledger.reread()
+        for entry in changed:
             _tell(logging.WARNING, entry.planned.id, entry.judgement)
+        if changed or self.report.role != title(os.getpid()):
+            self._publish()
+
+    def _publish(self) -> None:
+        try:
+            self.report.publish(self.ledger.planned())
+        except (ReportError, OSError) as error:
+            # Told once: a full disk must not fill the log as well.
+            level = logging.DEBUG if self._unpublished else logging.WARNING
+            self._unpublished = True
+            logger.log(level, "vllm-ext status won't see process %d: %s", os.getpid(), error)
+
+    def _forked(self) -> None:
+        if not self.stopped:
+            self.report.restart()
+            self._publish()
 
     def _refuse(self) -> None:
         sentences = refusals(self.ledger.planned(), self.settings)
@@ -97,13 +122,14 @@ class Process:
                 level = logging.DEBUG if judgement.verdict.honoured else logging.WARNING
                 _tell(level, part_id, judgement)
         self.reread()
+        self._publish()
 
     def _collected(self, phase: str, info: dict[str, int]) -> None:
         # vLLM collects fully when an engine or server has started, and now and then afterwards.
         if phase == "stop" and info.get("generation") == 2:
             self.reread()
 
-    def _report(self) -> None:
+    def _tell_all(self) -> None:
         groups: dict[Verdict, list[str]] = {}
         for name, parts in by_feature(self.ledger.planned()).items():
             groups.setdefault(worst(part.judgement for part in parts).verdict, []).append(name)

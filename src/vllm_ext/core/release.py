@@ -108,16 +108,17 @@ class Record:
     def _compare(self, root: Path, target: str, recorded: Fingerprint | None) -> Drift | None:
         file = source_file(root, module_of(target))
         if file is None:
-            missing = Drift(module_of(target), 0, f"{target} is gone: the module does not exist")
+            missing = Drift(module_of(target), 1, f"{target} is gone: the module does not exist")
             return missing if recorded else None
         stat = (root / file).stat()
         if _hash(root / file, stat.st_mtime_ns, stat.st_size) == self.files.get(file):
             return None
-        source = (root / file).read_text(encoding="utf-8")
         try:
+            source = (root / file).read_text(encoding="utf-8")
             current = fingerprint(source, target)
-        except SyntaxError as error:
-            return Drift(file, error.lineno or 0, "this Python can't parse it")
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None) or 1
+            return Drift(file, line, f"this Python can't parse it ({error})")
         if recorded is None:
             new = f"{target} is not in the recorded release"
             return Drift(file, current.line, new) if current else None

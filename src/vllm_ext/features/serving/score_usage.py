@@ -141,8 +141,9 @@ def _probe_prompt_tokens() -> Judgement:
 
 
 def _probe_missing_inputs() -> Judgement:
+    scoring, context = _scoring(), _context(None)
     try:
-        _scoring()._build_response(_context(None))
+        scoring._build_response(context)
     except AssertionError as error:
         return Judgement(
             Verdict.ACTIVE,

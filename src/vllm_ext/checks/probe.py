@@ -29,7 +29,7 @@ def probe(folder: Path | None = None) -> dict[str, Judgement]:
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "probes.json"
         done = subprocess.run(
-            [sys.executable, "-m", "vllm_ext.core.probe", str(answer)],
+            [sys.executable, "-m", "vllm_ext.checks.probe", str(answer)],
             env=environ,
             capture_output=True,
             text=True,

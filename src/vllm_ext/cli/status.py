@@ -1,0 +1,100 @@
+"""``vllm-ext status``: what is in force in every vLLM process of this user, now."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ext.cli.style import coloured
+from vllm_ext.core.feature import Judgement, Verdict, worst
+from vllm_ext.core.report import ReportError
+from vllm_ext.core.status import ProcessStatus, ServerStatus, servers
+
+_STATES = {"live": "green", "ended": "dim", "no report": "bold red"}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--ended", is_flag=True, help="Also show servers all of whose processes are gone.")
+def status(as_json: bool, ended: bool) -> None:
+    """Show every vLLM process of this user on this host and what is in force in it."""
+    try:
+        found = servers()
+    except ReportError as error:
+        click.echo(f"There is nothing to look at: {error}.", err=True)
+        raise SystemExit(2) from None
+    shown = [server for server in found if ended or as_json or server.live]
+    if as_json:
+        click.echo(json.dumps({"servers": [_as_data(server) for server in shown]}, indent=2))
+    else:
+        _print(shown, hidden=len(found) - len(shown))
+    raise SystemExit(1 if any(server.problems for server in shown) else 0)
+
+
+def _as_data(server: ServerStatus) -> dict[str, Any]:
+    return {
+        "id": server.id,
+        "vllm": server.vllm,
+        "plugin": server.plugin,
+        "live": server.live,
+        "ranks": server.ranks,
+        "processes": [asdict(process) for process in server.processes],
+        "problems": server.problems,
+    }
+
+
+def _features(process: ProcessStatus) -> dict[str, list[str]]:
+    """Part names of a process by feature."""
+    grouped: dict[str, list[str]] = {}
+    for part in process.parts:
+        grouped.setdefault(part.partition(".")[0], []).append(part)
+    return grouped
+
+
+def _print(shown: list[ServerStatus], hidden: int) -> None:
+    console = Console()
+    if not shown:
+        console.print("No vLLM process of this user has the plugin in it.")
+    for server in shown:
+        table = Table(
+            title=f"Server {server.id}: vLLM {server.vllm}, "
+            f"vllm-ext {server.plugin}, {server.ranks}",
+            title_justify="left",
+        )
+        for heading in ("Pid", "Role", "State", "In force", "Not in force", "Effects"):
+            table.add_column(heading, overflow="fold")
+        for process in server.processes:
+            table.add_row(*_row(process))
+        console.print(table)
+        for sentence in server.problems:
+            console.print(Text(sentence, style="bold red"))
+    if hidden:
+        console.print(
+            f"{hidden} ended: vllm-ext status --ended shows what they counted.", style="dim"
+        )
+
+
+def _row(process: ProcessStatus) -> list[Text]:
+    good, other = Text(), Text()
+    for feature, parts in _features(process).items():
+        judged = worst(
+            Judgement(Verdict(process.parts[part]["verdict"]), "") for part in parts
+        ).verdict
+        cell = good if judged in (Verdict.ACTIVE, Verdict.ARMED, Verdict.NATIVE) else other
+        cell.append(f"{feature} ").append(coloured(judged)).append("\n")
+    effects = "\n".join(f"{part} {count}" for part, count in process.effects.items() if count)
+    style = "bold red" if process.lacks or process.state == "no report" else ""
+    return [
+        Text(str(process.pid), style),
+        Text(process.role, style),
+        Text(process.state, _STATES[process.state]),
+        good,
+        other,
+        Text(effects),
+    ]

@@ -1,0 +1,60 @@
+"""Effect counters and verdicts of a server on its /metrics, read from the same pages as status."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_ext.core.report import ReportError, directory
+from vllm_ext.core.status import reports
+from vllm_ext.settings import SERVER_ID
+
+_known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class EffectCollector:
+    """A Prometheus collector over all processes of this server on this host.
+
+    ``vllm_ext_effects_total{feature,part}`` and ``vllm_ext_feature_info{feature,part,verdict,...}``
+    with the verdicts of the process that answers.
+    """
+
+    def collect(self) -> Iterator[Any]:
+        """Metric families; none if the runtime directory can't be read: /metrics must answer."""
+        try:
+            found = list(reports(directory(), os.environ.get(SERVER_ID, "none")))
+        except (ReportError, OSError):
+            return
+        from prometheus_client.core import CounterMetricFamily, InfoMetricFamily
+
+        effects = CounterMetricFamily(
+            "vllm_ext_effects", "What parts of vllm-ext changed", labels=["feature", "part"]
+        )
+        info = InfoMetricFamily(
+            "vllm_ext_feature", "Verdicts of vllm-ext", labels=["feature", "part"]
+        )
+        total: Counter[str] = Counter()
+        for report in found:
+            total.update(report["effects"])
+            if report["pid"] != os.getpid():
+                continue
+            for part_id, told in report["parts"].items():
+                total.setdefault(part_id, 0)
+                labels = {"verdict": told["verdict"], "vllm": report["vllm"]}
+                info.add_metric(part_id.split("."), {**labels, "plugin": report["plugin"]})
+        for part_id, count in sorted(total.items()):
+            effects.add_metric(part_id.split("."), count)
+        yield effects
+        yield info
+
+
+def registry(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """vLLM's registry, single-process or multi-process, with our collector in it once."""
+    found = original(*args, **kwargs)
+    if found not in _known:
+        _known.add(found)
+        found.register(EffectCollector())
+    return found

@@ -1,0 +1,1 @@
+"""Observability: what the plugin did, seen from outside."""

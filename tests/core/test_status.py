@@ -1,0 +1,179 @@
+"""Reports of real processes: grouping, forks, death, and who may read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ext.core import report
+from vllm_ext.core.report import ReportError, directory
+from vllm_ext.core.status import servers
+
+# A stand-in for a server's process tree: what vLLM is in it doesn't matter here.
+PROGRAM = """
+import os, sys
+from vllm_ext.core.feature import Feature, Judgement, Part, Verdict, effect
+from vllm_ext.core.plan import Planned
+from vllm_ext.core.report import Report
+
+def planned(verdict):
+    part = Part("part", "", (), lambda: None)
+    return [Planned(Feature("TINY", "test", "", "", (), (part,)), part, Judgement(verdict, "so"))]
+
+def say(word):
+    print(word, flush=True)
+
+mine = Report(sys.argv[1], "0.29.0")
+mine.publish(planned(Verdict(sys.argv[2])))
+"""
+WAIT = "say('ready'); sys.stdin.readline()\n"
+FORK = """
+import atexit
+effect("TINY.part", 5)
+child = os.fork()
+if child == 0:
+    mine.restart()
+    mine.publish(planned(Verdict.FAILED))
+    effect("TINY.part", 2)
+    say(f"child {os.getpid()}")
+    sys.stdin.readline()
+    os._exit(0)
+say(f"parent {os.getpid()}")
+os.waitpid(child, 0)
+"""
+SILENT = """
+import subprocess
+title = "import setproctitle, sys; setproctitle.setproctitle('VLLM::Worker_TP1');"
+code = title + "print('up', flush=True); sys.stdin.readline()"
+silent = subprocess.Popen([sys.executable, "-c", code], stdin=sys.stdin, stdout=subprocess.PIPE)
+silent.stdout.readline()
+say(f"silent {silent.pid}")
+silent.wait()
+"""
+
+
+class Running:
+    """A process that waits for a line on its standard input."""
+
+    def __init__(self, server: str, verdict: str, body: str = WAIT) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM + body, server, verdict],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> list[str]:
+        """The next words it says."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().split()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Starts processes that share a runtime directory of their own; ends them all."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    started: list[Running] = []
+
+    def start(*arguments: str) -> Running:
+        started.append(Running(*arguments))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.process.kill()
+        running.process.communicate()
+
+
+def _command() -> subprocess.CompletedProcess[str]:
+    command = str(Path(sys.executable).with_name("vllm-ext"))
+    return subprocess.run([command, "status", "--json"], capture_output=True, text=True)
+
+
+def test_processes_are_grouped_by_server_and_a_difference_is_red(run: Any) -> None:
+    running = [run("one", "active"), run("one", "failed"), run("two", "native")]
+    assert [r.line() for r in running] == [["ready"]] * 3
+    one, two = servers()
+    assert (one.id, two.id) == ("one", "two")
+    assert two.problems == []
+    (sentence,) = one.problems
+    assert f"pid {running[1].process.pid} " in sentence and "lacks TINY.part" in sentence
+    done = _command()
+    assert done.returncode == 1
+    assert sentence in json.loads(done.stdout)["servers"][0]["problems"]
+
+
+def test_a_process_that_ends_in_good_order_leaves_nothing(run: Any, tmp_path: Path) -> None:
+    running = run("one", "active")
+    running.line()
+    running.process.communicate("\n")
+    assert list((tmp_path / "vllm-ext").iterdir()) == []
+    assert servers() == [] and _command().returncode == 0
+
+
+def test_a_forked_child_reports_for_itself_and_counts_from_zero(run: Any) -> None:
+    running = run("one", "active", FORK)
+    pids = dict(running.line() for _ in range(2))
+    (server,) = servers()
+    found = {process.pid: process for process in server.processes}
+    assert found[int(pids["parent"])].effects == {"TINY.part": 5}
+    assert found[int(pids["child"])].effects == {"TINY.part": 2}
+    assert found[int(pids["child"])].parts["TINY.part"]["verdict"] == "failed"
+    assert f"pid {pids['child']} " in server.problems[0]
+
+
+def test_a_killed_process_is_told_for_an_hour_then_pruned(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    running = run("one", "active")
+    running.line()
+    os.kill(running.process.pid, signal.SIGKILL)
+    running.process.wait()
+    (server,) = servers()
+    assert [process.state for process in server.processes] == ["ended"]
+    assert not server.live and server.problems == []
+    monkeypatch.setattr(report, "ENDED_KEPT_S", -1.0)
+    assert servers() == []
+    assert list((tmp_path / "vllm-ext").iterdir()) == []
+
+
+def test_a_child_that_vllm_named_but_that_never_reported_is_red(run: Any) -> None:
+    running = run("one", "active", SILENT)
+    word, pid = running.line()
+    assert word == "silent"
+    (server,) = servers()
+    assert [(p.pid, p.state) for p in server.processes][1:] == [(int(pid), "no report")]
+    assert server.problems[0].startswith(f"pid {pid} (Worker_TP1) gave no report")
+    assert _command().returncode == 1
+
+
+def test_the_directory_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = directory()
+    assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o755)
+    with pytest.raises(ReportError, match=r"alone \(mode 0700\); remove it"):
+        directory()
+    path.rmdir()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ReportError):
+        directory()
+    done = _command()
+    assert done.returncode == 2 and "There is nothing to look at" in done.stderr
+
+
+def test_a_pid_that_is_used_again_is_not_the_same_process(run: Any, tmp_path: Path) -> None:
+    running = run("one", "active")
+    running.line()
+    (path,) = (tmp_path / "vllm-ext").glob("*.json")
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "started": data["started"] - 1}))
+    assert [process.state for process in servers()[0].processes] == ["ended"]
