@@ -116,7 +116,8 @@ def _selected(item: pytest.Item, config: pytest.Config) -> bool:
         return True
     # In CI an engine test runs where most parts are active, on the first model of its list.
     model = _fixed(item, "model")
-    return _fixed(item, "release") in (None, CI_RELEASE) and model in (None, _first_model(item))
+    release = _fixed(item, "release") or _fixed(item, "installed_release")
+    return release in (None, CI_RELEASE) and model in (None, _first_model(item))
 
 
 def _first_model(item: pytest.Item) -> str | None:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 from typing import Any
 
-from vllm_ext.core.feature import PREFIX
-from vllm_ext.settings import DISABLE, variables
+from vllm_ext.names import DISABLE, PREFIX
 
 _process: Any = None
 
@@ -24,12 +23,13 @@ def register() -> None:
     status 1; a program that embeds vLLM gets StartRefused.
     """
     global _process
+    if os.environ.get(DISABLE, "").strip() == "1":
+        _make_known([n for n in os.environ if n.startswith(PREFIX)], _kept_out)
+        return
     from vllm_ext.core.process import StartRefused, logger
 
     try:
-        if os.environ.get(DISABLE, "").strip() == "1":
-            _make_known([n for n in os.environ if n.startswith(PREFIX)], _kept_out)
-        elif _process is None:
+        if _process is None:
             _process = _start()
         else:
             _process.reread()
@@ -48,6 +48,7 @@ def _start() -> Any:
     from vllm_ext.core.plan import catalogue
     from vllm_ext.core.process import Process, is_first
     from vllm_ext.core.release import installation
+    from vllm_ext.settings import variables
 
     installed = installation()
     if installed is None:

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ext.core.feature import PREFIX, Feature
+from vllm_ext.core.feature import Feature
+from vllm_ext.names import DISABLE, PREFIX, SERVER_ID, STRICT
 
-DISABLE = PREFIX + "DISABLE"
-STRICT = PREFIX + "STRICT"
-SERVER_ID = PREFIX + "SERVER_ID"
 AUTO, ON, OFF = "auto", "1", "0"
 
 

@@ -27,20 +27,49 @@ def make_plugin(folder: Path, name: str) -> Path:
     """A distribution whose general plugin wraps ``ServingScores._build_response``."""
     folder.mkdir(parents=True)
     (folder / f"{name}.py").write_text(_CODE.replace("{name}", name))
-    _metadata(folder, name, f"{name} = {name}:register")
+    metadata(folder, name, f"{name} = {name}:register")
     return folder
 
 
 def make_first(folder: Path) -> Path:
     """Metadata of vllm-ext alone: a folder that puts our entry point first on the path."""
-    _metadata(folder, "vllm_ext", "vllm_ext = vllm_ext.plugin:register")
+    metadata(folder, "vllm_ext", "vllm_ext = vllm_ext.plugin:register")
     return folder
 
 
-def _metadata(folder: Path, name: str, entry: str) -> None:
+def metadata(folder: Path, name: str, entry: str) -> None:
+    """Metadata of a distribution with one general plugin."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     dashed = name.replace("_", "-")
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dashed}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
     (info / "RECORD").write_text(f"{name}.py,,\n")
+
+
+_THIEF = """
+import os
+
+
+def register():
+    import vllm.envs
+
+    # Workers are the children of a child of the server; the first of them is robbed.
+    grandparent = open(f"/proc/{os.getppid()}/cmdline").read()
+    if "EngineCore" not in grandparent:
+        return
+    try:
+        descriptor = os.open("{taken}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return
+    os.write(descriptor, str(os.getpid()).encode())
+    vllm.envs.compile_factors = lambda: {"stolen": "by the thief"}
+"""
+
+
+def make_thief(folder: Path, name: str, taken: Path) -> Path:
+    """A plugin that, in one worker only, replaces a function we patch; ``taken`` gets its pid."""
+    folder.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(_THIEF.replace("{taken}", str(taken)))
+    metadata(folder, name, f"{name} = {name}:register")
+    return folder

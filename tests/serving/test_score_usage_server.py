@@ -13,7 +13,8 @@ from tests.beds.pooling_models import POOLING_MODELS, PoolingModel
 from tests.beds.serving import serve, settled_metric
 from tests.conftest import FEATURES
 from vllm_ext.checks.server import Server
-from vllm_ext.settings import DISABLE, STRICT, variables
+from vllm_ext.names import DISABLE, STRICT
+from vllm_ext.settings import variables
 
 pytestmark = pytest.mark.engine
 

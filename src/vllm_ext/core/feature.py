@@ -9,8 +9,7 @@ from typing import Any
 
 from vllm_ext.core.effects import PAGE
 from vllm_ext.core.seams import Seam
-
-PREFIX = "VLLM_EXT_"
+from vllm_ext.names import PREFIX
 
 
 class Verdict(StrEnum):
@@ -73,7 +72,8 @@ class Part:
 
     ``relies_on`` are targets that are read, not changed; they are fingerprinted like the
     patched ones. ``option`` names the boolean option that switches this part on. ``traced``
-    parts change model code that torch.compile traces, so they enter the compile cache key.
+    parts change model code that torch.compile traces, so they enter the compile cache key;
+    ``inspected`` parts change what vLLM inspects of a model class and caches (capability flags).
     ``probe`` tells, from the behaviour of the unpatched vLLM in the current process, whether
     the release lacks this part (``active``), has it (``native``) or has no use for it (``idle``).
     """
@@ -85,6 +85,7 @@ class Part:
     relies_on: tuple[str, ...] = ()
     option: str | None = None
     traced: bool = False
+    inspected: bool = False
 
     @property
     def targets(self) -> tuple[str, ...]:

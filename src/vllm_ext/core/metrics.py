@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_ext.core.report import ReportError, directory
 from vllm_ext.core.status import reports
-from vllm_ext.settings import SERVER_ID
+from vllm_ext.names import SERVER_ID
 
 _known: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -6,12 +6,15 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 from vllm_ext.core.feature import Feature, Judgement, Part, Verdict, worst
+from vllm_ext.core.fingerprint import source_file
 from vllm_ext.core.release import Installation, Record, record, recorded_releases
 from vllm_ext.core.seams import module_of
-from vllm_ext.settings import DISABLE, OFF, ON, Settings
+from vllm_ext.names import DISABLE, STRICT
+from vllm_ext.settings import OFF, ON, Settings
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class Planned:
     def modules(self) -> set[str]:
         """The modules that must be loaded before the part can be applied."""
         return {module_of(target) for target in self.part.targets}
+
+    def files(self, root: Path) -> set[Path]:
+        """The source files of these modules below ``root``."""
+        return {root / file for m in self.modules if (file := source_file(root, m))}
 
 
 def catalogue(package: ModuleType) -> list[Feature]:
@@ -107,7 +114,7 @@ def refusals(planned: Iterable[Planned], settings: Settings) -> list[str]:
         judgement = worst(entry.judgement for entry in entries)
         if judgement.verdict.honoured or not (settings.strict or settings.toggle(feature) == ON):
             continue
-        asked = f"{feature.toggle}=1" if settings.toggle(feature) == ON else "VLLM_EXT_STRICT=1"
+        asked = f"{feature.toggle}=1" if settings.toggle(feature) == ON else f"{STRICT}=1"
         sentences.append(
             f"{asked} can't be honoured, {feature.name} is {judgement.verdict}: "
             f"{judgement.reason} (set {feature.toggle}=0 to start without it)"

@@ -11,13 +11,15 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from vllm_ext import __version__
+from vllm_ext.core import caches
 from vllm_ext.core.feature import Feature, Judgement, Verdict, worst
 from vllm_ext.core.imports import PostImportFinder
 from vllm_ext.core.ledger import Ledger
 from vllm_ext.core.plan import by_feature, plan, refusals
 from vllm_ext.core.release import Installation
 from vllm_ext.core.report import Report, ReportError, title
-from vllm_ext.settings import SERVER_ID, Settings, SettingsError, read
+from vllm_ext.names import SERVER_ID
+from vllm_ext.settings import Settings, SettingsError, read
 
 # A child of vLLM's logger: its handlers and levels are the operator's.
 logger = logging.getLogger("vllm.vllm_ext")
@@ -61,8 +63,10 @@ class Process:
         waiting: set[str] = set()
         for part_id, entry in self.ledger.entries.items():
             if entry.judgement.verdict is Verdict.ARMED:
-                entry.waiting = {m for m in entry.planned.modules if m not in _loaded()}
+                entry.waiting = {m for m in entry.planned.modules if not _has_run(m)}
                 waiting |= entry.waiting
+                if entry.planned.part.inspected:
+                    caches.note_inspected(part_id, entry.planned.files(self.installed.root))
                 if not entry.waiting:
                     self.ledger.apply(part_id)
         self._refuse()
@@ -144,13 +148,11 @@ def _tell(level: int, part_id: str, judgement: Judgement) -> None:
     logger.log(level, "vllm-ext: %s is %s: %s", part_id, judgement.verdict, judgement.reason)
 
 
-def _loaded() -> set[str]:
-    """Modules whose code has run; one that is being imported right now isn't."""
-    return {
-        name
-        for name, module in list(sys.modules.items())
-        if not getattr(getattr(module, "__spec__", None), "_initializing", False)
-    }
+def _has_run(name: str) -> bool:
+    """Whether a module's code has run; one that is being imported right now hasn't."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return module is not None and not getattr(spec, "_initializing", False)
 
 
 def _decorator_homes() -> list[Path]:
