@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
-from vllm_ext.names import DISABLE, PREFIX
+from vllm_ext.names import DISABLE, PREFIX, SERVER_ID
 
 _process: Any = None
 
@@ -19,34 +19,39 @@ def register() -> None:
 
     Never lets an exception out, with one exception of its own: in a server's first process the
     start is refused, in one sentence, when ``VLLM_EXT_<FEATURE>=1`` or ``VLLM_EXT_STRICT=1`` can't
-    be honoured or a variable has a value it can't have. A ``vllm`` command then exits with
-    status 1; a program that embeds vLLM gets StartRefused.
+    be honoured or a variable has a value it can't have. ``vllm serve`` then exits with status 1; a
+    program that embeds vLLM gets StartRefused.
     """
     global _process
     if os.environ.get(DISABLE, "").strip() == "1":
-        _make_known([n for n in os.environ if n.startswith(PREFIX)], _kept_out)
+        _make_known(_set_by_operator())
         return
-    from vllm_ext.core.process import StartRefused, logger
+    from vllm_ext.core.process import StartRefused, claim_server, is_server_command, logger
 
+    if _process is not None:
+        _process.look_again()
+        return
+    first = claim_server(os.environ)
     try:
-        if _process is None:
-            _process = _start()
-        else:
-            _process.reread()
-    except StartRefused as refused:
-        if _is_vllm_command():
-            raise SystemExit(f"vllm-ext: {refused}") from None
-        raise
-    except Exception:
+        _process = _start(first)
+    except Exception as error:
+        if first and (isinstance(error, StartRefused) or _something_asked_for()):
+            # The next attempt in this process is a first one again.
+            os.environ.pop(SERVER_ID, None)
+            sentence = str(error) or type(error).__name__
+            if is_server_command():
+                raise SystemExit(f"vllm-ext: {sentence}") from None
+            raise StartRefused(sentence) from None
         logger.exception(
             "vllm-ext could not start in process %d; vLLM runs without it", os.getpid()
         )
 
 
-def _start() -> Any:
+def _start(first: bool) -> Any:
     from vllm_ext import features
+    from vllm_ext.core.feature import Verdict
     from vllm_ext.core.plan import catalogue
-    from vllm_ext.core.process import Process, is_first
+    from vllm_ext.core.process import Process
     from vllm_ext.core.release import installation
     from vllm_ext.settings import variables
 
@@ -54,30 +59,41 @@ def _start() -> Any:
     if installed is None:
         raise ModuleNotFoundError("vLLM is not installed")
     known = catalogue(features)
-    process = Process(known, installed, is_first(os.environ))
-    _make_known(variables(known))
-    process.start()
+    process = Process(known, installed, first)
+    try:
+        process.start()
+    except BaseException:
+        process.stop()
+        raise
+    touched = any(p.judgement.verdict in (Verdict.ARMED, Verdict.ACTIVE) for p in process.planned)
+    _make_known(variables(known) if touched else _set_by_operator())
     return process
 
 
-def _make_known(names: Iterable[str], getter: Callable[[str], Any] = os.environ.get) -> None:
+def _set_by_operator() -> list[str]:
+    return [name for name in os.environ if name.startswith(PREFIX)]
+
+
+def _something_asked_for() -> bool:
+    """Whether a switch is set to 1, so that an error at the start must not be passed over."""
+    return any(os.environ[name].strip() == "1" for name in _set_by_operator())
+
+
+def _make_known(names: Iterable[str]) -> None:
     """Register variables with vLLM, which warns about or refuses names it doesn't know."""
     registered = getattr(sys.modules.get("vllm.envs"), "environment_variables", {})
     for name in names:
-        registered.setdefault(name, functools.partial(getter, name))
+        registered.setdefault(name, functools.partial(_read, name))
 
 
-def _kept_out(name: str) -> str | None:
-    """Read a variable, except for vLLM's compile key, which then stays stock's.
+def _read(name: str) -> str | None:
+    """Value of a variable, except for vLLM's compile key, which then stays stock's.
 
-    vLLM leaves a variable that can't be read out of the key; no function of vLLM is touched.
+    vLLM leaves a variable that can't be read out of the key. While CACHE_KEYS is in force it takes
+    them out itself, and the key is computed one call further down.
     """
     if sys._getframe(1).f_code.co_name == "compile_factors":
-        raise LookupError(f"{DISABLE}=1 keeps {name} out of the compile key")
+        above = sys._getframe(2).f_code
+        if (above.co_name, PurePath(above.co_filename).name) != ("compile_factors", "caches.py"):
+            raise LookupError("variables of vllm-ext stay out of the compile key")
     return os.environ.get(name)
-
-
-def _is_vllm_command() -> bool:
-    main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    module = main.name if main else ""
-    return PurePath(sys.argv[0]).name == "vllm" or module.startswith("vllm.")

@@ -34,7 +34,7 @@ def ledger(installed_release: str, part: str) -> Iterator[Ledger]:
     planned = plan(list(FEATURES.values()), Settings(options=options), installed)
     for target in declared.targets:
         importlib.import_module(module_of(target))
-    made = Ledger(planned, (installed.root / "vllm",))
+    made = Ledger(planned, installed.root)
     yield made
     if made.entries[part].judgement.verdict is Verdict.ACTIVE:
         made.undo(part)

@@ -117,6 +117,8 @@ def test_form_does_not_matter() -> None:
         ("Thing.size", "self._size = value", "self._size = 1", 12),
         ("Thing", "limit = 3", "limit = 3; other = 4", 2),
         ("Thing", "Thing(Base)", "Thing(Other)", 2),
+        ("Thing.run", "        return total\n", "        return total\nThing.run = print\n", 23),
+        ("Thing.run", "        return total\n", "        return total\n    del run\n", 23),
     ],
 )
 def test_a_change_is_seen_and_its_line_is_told(path: str, old: str, new: str, line: int) -> None:

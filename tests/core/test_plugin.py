@@ -137,6 +137,25 @@ def test_every_name_is_known_to_vllm_and_the_compile_key_is_stock(
     assert envs.compile_factors() == stock
 
 
+@pytest.mark.parametrize("state", ["CACHE_KEYS=0", "unsupported"])
+def test_the_compile_key_is_stock_also_where_cache_keys_is_not_in_force(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's id, which differs at every start, must not recompile the model each time."""
+    from vllm import envs
+
+    stock = envs.compile_factors()
+    monkeypatch.setenv("VLLM_EXT_SCORE_USAGE", "auto")
+    if state == "unsupported":
+        monkeypatch.setattr("vllm_ext.core.plan.record", lambda name: None)
+    else:
+        monkeypatch.setenv("VLLM_EXT_CACHE_KEYS", "0")
+    plugin.register()
+    assert "VLLM_EXT_SERVER_ID" in os.environ
+    _validate_environ()
+    assert envs.compile_factors() == stock
+
+
 def test_no_exception_gets_out_in_auto_mode(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,8 +174,7 @@ def test_the_first_process_refuses_a_wrong_value(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("VLLM_EXT_SCORE_USAGE", "maybe")
     with pytest.raises(StartRefused, match="VLLM_EXT_SCORE_USAGE is 'maybe'"):
         plugin.register()
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve"])
-    monkeypatch.delenv("VLLM_EXT_SERVER_ID")
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve", "model"])
     with pytest.raises(SystemExit) as stopped:
         plugin.register()
     assert str(stopped.value).startswith("vllm-ext: VLLM_EXT_SCORE_USAGE is 'maybe'")
@@ -170,6 +188,75 @@ def test_a_child_never_raises(
     plugin.register()
     assert any("VLLM_EXT_SCORE_USAGE is 'maybe'" in line for line in _lines(log, logging.ERROR))
     assert {e.judgement.verdict for e in plugin._process.ledger.entries.values()} == {Verdict.OFF}
+
+
+def test_an_error_of_ours_stops_the_start_only_where_something_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(process.Process, "_tell_all", fail)
+    before = snapshot()
+    plugin.register()
+    assert plugin._process is None and differences(before, snapshot()) == []
+    monkeypatch.delenv("VLLM_EXT_SERVER_ID")
+    monkeypatch.setenv("VLLM_EXT_STRICT", "1")
+    for _ in range(2):  # a second attempt is refused as well
+        with pytest.raises(StartRefused, match="disk gone"):
+            plugin.register()
+    assert differences(before, snapshot()) == []
+
+
+@pytest.mark.parametrize("inherited", ["", "  ", "not an id!", "x" * 65])
+def test_an_id_that_is_none_does_not_make_a_child(
+    inherited: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_EXT_SERVER_ID", inherited)
+    monkeypatch.setenv("VLLM_EXT_SCORE_USAGE", "maybe")
+    with pytest.raises(StartRefused):
+        plugin.register()
+
+
+def test_a_server_started_from_a_process_of_another_is_the_first_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve", "model"])
+    monkeypatch.setenv("VLLM_EXT_SERVER_ID", "1234-5678")
+    monkeypatch.setenv("VLLM_EXT_SCORE_USAGE", "maybe")
+    with pytest.raises(SystemExit):
+        plugin.register()
+
+
+def test_an_import_that_passed_the_finder_by_is_caught_up_with() -> None:
+    importlib.import_module(TARGET)
+    plugin.register()
+    ledger = plugin._process.ledger
+    name = "CACHE_KEYS.compile_key"
+    ledger.undo(name)
+    ledger.entries[name].waiting = {"vllm.envs"}
+    plugin.register()
+    assert ledger.entries[name].judgement.verdict is Verdict.ACTIVE
+
+
+def test_a_report_that_cannot_be_written_does_not_matter(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_ext.core.report._write", lambda *args: 1 / 0)
+    plugin.register()
+    plugin._process._publish()
+    told = [line for line in _lines(log, logging.WARNING) if "won't see" in line]
+    assert len(told) == 1 and "division" in told[0]
+    assert plugin._process.ledger.entries["CACHE_KEYS.compile_key"].applied
+
+
+def test_one_warning_for_all_that_is_unsupported(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_ext.core.plan.record", lambda name: None)
+    plugin.register()
+    (line,) = _lines(log, logging.WARNING)
+    assert "SCORE_USAGE.prompt_tokens" in line and "are unsupported" in line
 
 
 @pytest.mark.parametrize("asked", ["VLLM_EXT_STRICT", "VLLM_EXT_SCORE_USAGE"])
@@ -204,7 +291,8 @@ def test_a_patch_after_us_is_found_at_the_next_full_collection(
     envs.compile_factors = ours
     entry = plugin._process.ledger.entries["CACHE_KEYS.compile_key"]
     assert entry.judgement.verdict is Verdict.CONFLICT
-    plugin._process.ledger.undo("CACHE_KEYS.compile_key")
+    gc.collect()
+    assert entry.judgement.verdict is Verdict.ACTIVE, "the stranger is gone"
 
 
 def test_a_misspelt_variable_is_told_once(

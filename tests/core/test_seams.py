@@ -8,6 +8,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -185,19 +186,21 @@ def test_a_foreign_class_before_us_is_named(tiny: ModuleType) -> None:
     assert "the class was replaced by tests.core.test_seams.Other" in judgement.reason
 
 
-@pytest.mark.parametrize("keeps", ["by __wrapped__", "by closure", "by global"])
+@pytest.mark.parametrize("keeps", ["by closure", "in a lambda", "by global", "in a dict"])
 def test_a_foreign_wrapper_after_us_is_named_and_we_stay_active(
     tiny: ModuleType, keeps: str
 ) -> None:
     ledger = _applied(Wrap("vllm.tiny:Thing.method", double))
     ours = tiny.Thing.method
-    if keeps == "by __wrapped__":
+    if keeps == "by closure":
         tiny.Thing.method = _foreign(ours)
-    elif keeps == "by closure":
+    elif keeps == "in a lambda":
         tiny.Thing.method = lambda self, a: ours(self, a)
     else:
-        space: dict[str, Any] = {"kept": ours, "__name__": "plugin_of_somebody"}
-        exec("def method(self, a): return kept(self, a)", space)
+        held = {"before": ours} if keeps == "in a dict" else ours
+        call = "kept['before']" if keeps == "in a dict" else "kept"
+        space: dict[str, Any] = {"kept": held, "__name__": "plugin_of_somebody"}
+        exec(f"def method(self, a): return {call}(self, a)", space)
         tiny.Thing.method = space["method"]
     (entry,) = ledger.reread()
     assert entry.judgement.verdict is Verdict.ACTIVE
@@ -205,11 +208,70 @@ def test_a_foreign_wrapper_after_us_is_named_and_we_stay_active(
     assert ledger.reread() == [], "the same finding is told twice"
     with pytest.raises(Conflict, match="now holds"):
         ledger.undo("TINY.part0")
+    tiny.Thing.method = ours
+    (entry,) = ledger.reread()
+    assert entry.judgement == entry.applied, "the stranger is gone, so is its name"
 
 
-def test_a_foreign_replacement_after_us_is_a_conflict(tiny: ModuleType) -> None:
+def test_a_foreign_replacement_after_us_is_a_conflict_while_it_stands(tiny: ModuleType) -> None:
     ledger = _applied(Wrap("vllm.tiny:Thing.method", double))
-    tiny.Thing.method = lambda self, a: "replaced"
+    ours = tiny.Thing.method
+    # functools.wraps leaves a trace of ours on a function that never calls it.
+    tiny.Thing.method = functools.wraps(ours)(_replacement)
     (entry,) = ledger.reread()
     assert entry.judgement.verdict is Verdict.CONFLICT
-    assert "was replaced after us by tests.core.test_seams" in entry.judgement.reason
+    assert "was replaced after us by tests.core.test_seams._repl" in entry.judgement.reason
+    tiny.Thing.method = ours
+    (entry,) = ledger.reread()
+    assert entry.judgement.verdict is Verdict.ACTIVE
+
+
+def _replacement(self: Any, a: Any) -> Any:
+    return "replaced"
+
+
+@pytest.mark.parametrize("how", ["another class", "a subclass", "reloaded", "gone"])
+def test_a_class_that_is_replaced_after_us_is_a_conflict(tiny: ModuleType, how: str) -> None:
+    ledger = _applied(Wrap("vllm.tiny:Thing.method", double))
+    if how == "reloaded":
+        importlib.reload(tiny)
+    elif how == "gone":
+        del tiny.Thing
+    else:
+        bases = (tiny.Thing,) if how == "a subclass" else ()
+        tiny.Thing = type("Other", bases, {"method": _replacement})
+    (entry,) = ledger.reread()
+    assert entry.judgement.verdict is Verdict.CONFLICT
+    assert "vllm.tiny:Thing" in entry.judgement.reason
+
+
+def test_an_object_that_answers_for_others_is_not_asked(tiny: ModuleType) -> None:
+    class Proxy:
+        """Like a web framework's request: any attribute of it is an error outside a request."""
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("outside of a request")
+
+        def __call__(self, *args: Any) -> Any:
+            return args
+
+    proxy = Proxy()
+    ledger = _applied(Wrap("vllm.tiny:Thing.method", double))
+    tiny.Thing.method = lambda self, a: proxy(a)
+    (entry,) = ledger.reread()
+    assert entry.judgement.verdict is Verdict.CONFLICT
+
+
+def test_a_vendor_edit_below_the_class_is_named(tiny: ModuleType) -> None:
+    code = compile("def _vendor(self, a): return a", tiny.__file__ or "", "exec")
+    exec(code, vars(tiny))
+    tiny.Thing.method = tiny._vendor
+    judgement = _ledger((Wrap("vllm.tiny:Thing.method", double),)).apply("TINY.part0")
+    assert judgement.verdict is Verdict.CONFLICT and "_vendor" in judgement.reason
+
+
+def test_two_threads_apply_a_part_once(tiny: ModuleType) -> None:
+    ledger = _ledger((Wrap("vllm.tiny:add", double),))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda at: ledger.apply("TINY.part0"), range(64)))
+    assert tiny.add(1) == (2, "wrapped")

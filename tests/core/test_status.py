@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from vllm_ext.core import report
-from vllm_ext.core.report import ReportError, directory
+from vllm_ext.core.metrics import EffectCollector
+from vllm_ext.core.report import ReportError, _ranks, directory
 from vllm_ext.core.status import servers
 
 # A stand-in for a server's process tree: what vLLM is in it doesn't matter here.
@@ -22,7 +24,7 @@ PROGRAM = """
 import os, sys
 from vllm_ext.core.feature import Feature, Judgement, Part, Verdict, effect
 from vllm_ext.core.plan import Planned
-from vllm_ext.core.report import Report
+from vllm_ext.core.report import Reporter
 
 def planned(verdict):
     part = Part("part", "", (), lambda: None)
@@ -31,7 +33,7 @@ def planned(verdict):
 def say(word):
     print(word, flush=True)
 
-mine = Report(sys.argv[1], "0.29.0")
+mine = Reporter(sys.argv[1], "0.29.0")
 mine.publish(planned(Verdict(sys.argv[2])))
 """
 WAIT = "say('ready'); sys.stdin.readline()\n"
@@ -77,10 +79,17 @@ class Running:
         return self.process.stdout.readline().split()
 
 
+def only_directory(patch: pytest.MonkeyPatch, path: Path) -> None:
+    """Have reports written to and read from one place, whatever else runs on this machine."""
+    patch.setenv("XDG_RUNTIME_DIR", str(path))
+    patch.setenv("TMPDIR", str(path / "elsewhere"))
+    patch.setattr(tempfile, "tempdir", str(path / "elsewhere"))
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Starts processes that share a runtime directory of their own; ends them all."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    only_directory(monkeypatch, tmp_path)
     started: list[Running] = []
 
     def start(*arguments: str) -> Running:
@@ -126,7 +135,7 @@ def test_a_forked_child_reports_for_itself_and_counts_from_zero(run: Any) -> Non
     found = {process.pid: process for process in server.processes}
     assert found[int(pids["parent"])].effects == {"TINY.part": 5}
     assert found[int(pids["child"])].effects == {"TINY.part": 2}
-    assert found[int(pids["child"])].parts["TINY.part"]["verdict"] == "failed"
+    assert found[int(pids["child"])].parts["TINY.part"][0] == "failed"
     assert f"pid {pids['child']} " in server.problems[0]
 
 
@@ -156,18 +165,83 @@ def test_a_child_that_vllm_named_but_that_never_reported_is_red(run: Any) -> Non
 
 
 def test_the_directory_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    only_directory(monkeypatch, tmp_path)
     path = directory()
     assert path.stat().st_mode & 0o777 == 0o700
     path.chmod(0o755)
     with pytest.raises(ReportError, match=r"alone \(mode 0700\); remove it"):
         directory()
     path.rmdir()
-    path.symlink_to(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path)
     with pytest.raises(ReportError):
         directory()
-    done = _command()
-    assert done.returncode == 2 and "There is nothing to look at" in done.stderr
+    assert servers() == [], "what could be somebody else's is not read"
+
+
+def test_a_server_without_the_logins_runtime_directory_is_found(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    with monkeypatch.context() as patch:
+        patch.delenv("XDG_RUNTIME_DIR")
+        running = run("one", "active")
+    running.line()
+    assert [server.id for server in servers()] == ["one"]
+    assert _command().returncode == 0
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"server": "x"}', "{", "\x00"])
+def test_garbage_among_the_reports_is_passed_over(run: Any, tmp_path: Path, text: str) -> None:
+    running = run("one", "active")
+    running.line()
+    (tmp_path / "vllm-ext" / "one.1.json").write_text(text)
+    (server,) = servers()
+    assert [process.pid for process in server.processes] == [running.process.pid]
+    assert list(EffectCollector().collect()) == []
+
+
+def test_a_verdict_of_another_plugin_version_counts_as_failed(run: Any, tmp_path: Path) -> None:
+    running = run("one", "active")
+    running.line()
+    (path,) = (tmp_path / "vllm-ext").glob("*.json")
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "parts": {"TINY.part": ["degraded", "so"]}}))
+    assert servers()[0].processes[0].parts["TINY.part"][0] == "degraded"
+    assert _command().returncode == 0
+
+
+def test_a_process_in_another_pid_namespace_is_left_alone(run: Any, tmp_path: Path) -> None:
+    running = run("one", "active")
+    running.line()
+    (path,) = (tmp_path / "vllm-ext").glob("*.json")
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "namespace": "pid:[1]", "started": 1}))
+    (server,) = servers()
+    assert [process.state for process in server.processes] == ["live"]
+    assert json.loads(path.read_text())["ended"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        (["vllm", "serve", "m"], 1),
+        (["vllm", "serve", "m", "-tp", "4"], 4),
+        (["vllm", "serve", "m", "-tp4", "--pipeline_parallel_size=2"], 8),
+        (["vllm", "serve", "m", "--tensor-parallel-size=2", "-dp", "3"], 6),
+        (["vllm", "serve", "m", "--enable-dp", "3"], 1),
+        (["python", "notebook"], None),
+    ],
+)
+def test_ranks_are_told_by_the_arguments(arguments: list[str], ranks: int | None) -> None:
+    assert _ranks(arguments) == ranks
+
+
+def test_nothing_secret_is_written(run: Any, tmp_path: Path) -> None:
+    """Command lines hold API keys."""
+    running = run("one", "active")
+    running.line()
+    (path,) = (tmp_path / "vllm-ext").glob("*.json")
+    assert "arguments" not in path.read_text() and "TINY" in path.read_text()
 
 
 def test_a_pid_that_is_used_again_is_not_the_same_process(run: Any, tmp_path: Path) -> None:

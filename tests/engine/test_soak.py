@@ -63,7 +63,7 @@ def test_a_thousand_applications_leave_no_trace(installed_release: str) -> None:
     assert installed is not None
     options = {f.variable(option): True for f in FEATURES.values() for option in f.options}
     planned = plan(list(FEATURES.values()), Settings(options=options), installed)
-    ledger = Ledger(planned, (installed.root / "vllm",))
+    ledger = Ledger(planned, installed.root)
     for entry in planned:
         for module in entry.modules:
             importlib.import_module(module)

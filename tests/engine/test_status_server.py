@@ -53,6 +53,7 @@ def server(model: PoolingModel, folder: Path) -> Iterator[Server]:
 def _status(folder: Path) -> tuple[int, dict[str, Any], str]:
     command = str(Path(sys.executable).with_name("vllm-ext"))
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "COLUMNS": "160"}
+    environ["TMPDIR"] = str(folder)
     shown = subprocess.run([command, "status"], capture_output=True, text=True, env=environ)
     told = subprocess.run(
         [command, "status", "--json"], capture_output=True, text=True, env=environ

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_ext.cli.style import coloured
-from vllm_ext.core.feature import Judgement, Verdict, worst
-from vllm_ext.core.report import ReportError
-from vllm_ext.core.status import ProcessStatus, ServerStatus, servers
+from vllm_ext.core.feature import Judgement, worst
+from vllm_ext.core.report import directories
+from vllm_ext.core.status import ProcessStatus, ServerStatus, servers, verdict
 
 _STATES = {"live": "green", "ended": "dim", "no report": "bold red"}
 
@@ -24,11 +24,7 @@ _STATES = {"live": "green", "ended": "dim", "no report": "bold red"}
 @click.option("--ended", is_flag=True, help="Also show servers all of whose processes are gone.")
 def status(as_json: bool, ended: bool) -> None:
     """Show every vLLM process of this user on this host and what is in force in it."""
-    try:
-        found = servers()
-    except ReportError as error:
-        click.echo(f"There is nothing to look at: {error}.", err=True)
-        raise SystemExit(2) from None
+    found = servers()
     shown = [server for server in found if ended or as_json or server.live]
     if as_json:
         click.echo(json.dumps({"servers": [_as_data(server) for server in shown]}, indent=2))
@@ -44,9 +40,14 @@ def _as_data(server: ServerStatus) -> dict[str, Any]:
         "plugin": server.plugin,
         "live": server.live,
         "ranks": server.ranks,
-        "processes": [asdict(process) for process in server.processes],
+        "processes": [_process(process) for process in server.processes],
         "problems": server.problems,
     }
+
+
+def _process(process: ProcessStatus) -> dict[str, Any]:
+    parts = {name: {"verdict": v, "reason": why} for name, (v, why) in process.parts.items()}
+    return {**asdict(process), "parts": parts}
 
 
 def _features(process: ProcessStatus) -> dict[str, list[str]]:
@@ -60,7 +61,9 @@ def _features(process: ProcessStatus) -> dict[str, list[str]]:
 def _print(shown: list[ServerStatus], hidden: int) -> None:
     console = Console()
     if not shown:
-        console.print("No vLLM process of this user has the plugin in it.")
+        looked = ", ".join(map(str, directories())) or "no runtime directory of this user"
+        console.print("No vLLM process of this user and host has the plugin in it.")
+        console.print(f"Looked in: {looked}", style="dim", highlight=False)
     for server in shown:
         table = Table(
             title=f"Server {server.id}: vLLM {server.vllm}, "
@@ -83,10 +86,8 @@ def _print(shown: list[ServerStatus], hidden: int) -> None:
 def _row(process: ProcessStatus) -> list[Text]:
     good, other = Text(), Text()
     for feature, parts in _features(process).items():
-        judged = worst(
-            Judgement(Verdict(process.parts[part]["verdict"]), "") for part in parts
-        ).verdict
-        cell = good if judged in (Verdict.ACTIVE, Verdict.ARMED, Verdict.NATIVE) else other
+        judged = worst(Judgement(verdict(process.parts[p][0]), "") for p in parts).verdict
+        cell = good if judged.in_force else other
         cell.append(f"{feature} ").append(coloured(judged)).append("\n")
     effects = "\n".join(f"{part} {count}" for part, count in process.effects.items() if count)
     style = "bold red" if process.lacks or process.state == "no report" else ""

@@ -11,42 +11,47 @@ from pathlib import Path
 _NAME = 56
 _SLOT = struct.Struct(f"<{_NAME}sQ")
 _SLOTS = 128
+_OTHERS = "OTHERS.others"
 SIZE = _SLOT.size * _SLOTS
 
 
 class Page:
     """Counters of one process: slots of a name (UTF-8, up to 56 bytes) and a 64-bit count.
 
-    Anonymous until ``publish`` puts it into a file; what was counted before is carried over.
+    Anonymous until ``publish`` puts it into a file; what was counted before is carried over. When
+    all slots are taken, further names share the last one: counting never fails.
     """
 
+    _map: mmap.mmap
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._map = mmap.mmap(-1, SIZE)
-        self._offsets: dict[str, int] = {}
+        self.restart()
 
     def add(self, name: str, amount: int) -> None:
-        """Add to a counter; raises IndexError if all slots are taken."""
+        """Add to a counter."""
         with self._lock:
             offset = self._offsets.get(name)
             if offset is None:
-                offset = self._claim(name)
+                offset = self._claim(name if len(self._offsets) < _SLOTS - 1 else _OTHERS)
             value = int.from_bytes(self._map[offset : offset + 8], "little") + amount
             self._map[offset : offset + 8] = value.to_bytes(8, "little")
 
     def _claim(self, name: str) -> int:
-        at = len(self._offsets)
-        if at == _SLOTS:
-            raise IndexError(f"all {_SLOTS} effect counters are taken, {name} has none")
-        _SLOT.pack_into(self._map, at * _SLOT.size, name.encode()[:_NAME], 0)
-        self._offsets[name] = at * _SLOT.size + _NAME
+        if name not in self._offsets:
+            at = len(self._offsets) * _SLOT.size
+            _SLOT.pack_into(self._map, at, name.encode()[:_NAME], 0)
+            self._offsets[name] = at + _NAME
         return self._offsets[name]
 
     def publish(self, path: Path) -> None:
-        """Move the counters to a file that others of this user can read while we count."""
+        """Move the counters to a file that others of this user can read while we count.
+
+        Raises OSError if there is no room for it.
+        """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, SIZE)
+            # A page without room on the disk would end the process by SIGBUS when it is written.
+            os.posix_fallocate(descriptor, 0, SIZE)
             with self._lock:
                 shared = mmap.mmap(descriptor, SIZE)
                 shared[:] = self._map[:]
@@ -56,9 +61,10 @@ class Page:
 
     def restart(self) -> None:
         """Count from zero on an anonymous page: what a forked child does, its parent counts on."""
-        self._lock = threading.Lock()
+        # The garbage collector may look again, and publish, in the middle of a count.
+        self._lock = threading.RLock()
         self._map = mmap.mmap(-1, SIZE)
-        self._offsets = {}
+        self._offsets: dict[str, int] = {}
 
     def read(self) -> dict[str, int]:
         """All counters, by name."""

@@ -30,6 +30,11 @@ class Verdict(StrEnum):
         """True unless something that was asked for is not in force."""
         return self not in _NOT_HONOURED
 
+    @property
+    def in_force(self) -> bool:
+        """True where users have the part: through us, about to be, or vLLM's own."""
+        return self.honoured and self is not Verdict.OFF
+
 
 _NOT_HONOURED = (Verdict.FAILED, Verdict.CONFLICT, Verdict.DRIFTED, Verdict.UNSUPPORTED)
 

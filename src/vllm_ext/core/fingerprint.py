@@ -103,21 +103,26 @@ def _digest(text: str, width: int) -> str:
 
 def _find(tree: ast.AST, path: list[str]) -> list[ast.stmt]:
     """All definitions of a name at its place: overloads, property setters, if/else twins."""
+    dotted = ".".join(path)
     found = [node for node in _scope(tree) if path[0] in _binds(node)]
     if len(path) == 1:
         return found
     inner = (_find(node, path[1:]) for node in found if isinstance(node, ast.ClassDef))
-    return list(itertools.chain.from_iterable(inner))
+    later = [node for node in _scope(tree) if dotted in _binds(node)]
+    return [*itertools.chain.from_iterable(inner), *later]
 
 
 def _binds(node: ast.stmt) -> list[str]:
-    """The names a statement binds in its scope: by def, class, assignment or import."""
+    """What a statement binds or deletes in its scope: names, and attributes such as C.f."""
     if isinstance(node, _DEFINITIONS):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = node.targets
+    else:
+        targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
+    return [ast.unparse(t) for t in targets if isinstance(t, ast.Name | ast.Attribute)]
 
 
 def _scope(tree: ast.AST) -> Iterator[ast.stmt]:

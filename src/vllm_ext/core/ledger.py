@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from vllm_ext.core import caches
@@ -38,19 +38,20 @@ class Holding:
 
 @dataclass
 class Entry:
-    """A planned part and its verdict in this process."""
+    """A planned part, the verdict it got when it was applied, and its verdict now."""
 
     planned: Planned
     judgement: Judgement
+    applied: Judgement | None = None
     waiting: set[str] = field(default_factory=set)
 
 
 class Ledger:
-    """All patches of this process. ``roots``: folders whose code counts as vLLM's own."""
+    """All patches of this process, to the vLLM below ``root``."""
 
-    def __init__(self, planned: tuple[Planned, ...], roots: tuple[Path, ...] = ()) -> None:
+    def __init__(self, planned: tuple[Planned, ...], root: Path | None = None) -> None:
         self.entries = {entry.id: Entry(entry, entry.judgement) for entry in planned}
-        self._roots = roots
+        self._own = [str(root / "vllm")] if root else []
         self._lock = threading.RLock()
         self._changing = False
         self._holdings: dict[str, Holding] = {}
@@ -77,11 +78,11 @@ class Ledger:
         """
         entry = self.entries[part_id]
         part = entry.planned.part
-        if entry.judgement.verdict is not Verdict.ARMED:
-            return entry.judgement
         try:
             with self._all_or_nothing(part_id, part):
-                entry.judgement = self._apply(part_id, part, entry.judgement, step)
+                if entry.judgement.verdict is Verdict.ARMED:
+                    entry.judgement = self._apply(part_id, part, entry.judgement, step)
+                    entry.applied = entry.judgement
         except Conflict as conflict:
             entry.judgement = Judgement(Verdict.CONFLICT, str(conflict))
         except Exception as error:
@@ -128,29 +129,38 @@ class Ledger:
                 raise Conflict(f"{target} now holds {describe(holding.place.read())}")
         with self._change():
             self._withdraw(part_id, part)
-        entry.judgement = entry.planned.judgement
+        entry.judgement, entry.applied = entry.planned.judgement, None
 
     def reread(self) -> list[Entry]:
-        """Look again at every active part; returns those whose verdict changed.
+        """Look again at every part that was applied; returns those whose verdict changed.
 
-        A foreign wrapper that calls ours is named and the part stays active; one that replaced
-        ours is a conflict.
+        A foreign wrapper that refers to ours is named and the part stays active; one that replaced
+        ours is a conflict, for as long as it stands there.
         """
         changed: list[Entry] = []
         if self._changing:  # the garbage collector may call in the middle of a change
             return changed
         for entry in self.entries.values():
-            if entry.judgement.verdict is not Verdict.ACTIVE:
+            if entry.applied is None:
                 continue
-            judgement = self._look(entry)
+            judgement = self._look(entry, entry.applied)
             if judgement != entry.judgement:
                 entry.judgement = judgement
                 changed.append(entry)
         return changed
 
-    def _look(self, entry: Entry) -> Judgement:
+    def _look(self, entry: Entry, applied: Judgement) -> Judgement:
         for target in entry.planned.part.targets:
             holding = self._holdings[target]
+            try:
+                owner = locate(target).owner
+            except SeamError as error:
+                return Judgement(Verdict.CONFLICT, f"after we patched {target}, {error}")
+            if owner is not holding.place.owner:
+                return Judgement(
+                    Verdict.CONFLICT,
+                    f"{target}: what holds it was replaced after us by {describe(owner)}",
+                )
             current = holding.place.read()
             if current is holding.installed:
                 continue
@@ -160,9 +170,9 @@ class Ledger:
                 )
             return Judgement(
                 Verdict.ACTIVE,
-                f"{target} was wrapped after us by {describe(current)}, which calls us",
+                f"{target} was wrapped after us by {describe(current)}, which refers to us",
             )
-        return entry.judgement
+        return applied
 
     def _check(self, target: str, place: Place) -> None:
         """Whether what stands there is ours or vLLM's own; raises Conflict naming who it is."""
@@ -178,17 +188,21 @@ class Ledger:
         if holding is None and current is MISSING:
             return
         function: Any = function_of(current)
-        while isinstance(function, FunctionType):
-            if not self._is_own(function, module):
-                raise Conflict(f"{target} is already {describe(function)}")
-            function = getattr(function, "__wrapped__", None)
-        if function is not None:
-            raise Conflict(f"{target} is already {describe(function)}")
+        while isinstance(function, FunctionType) and self._is_own(function, module):
+            inner = getattr(function, "__wrapped__", None)
+            if inner is None:
+                if function.__code__.co_filename != module.__file__ or (
+                    function.__code__.co_qualname == target.partition(":")[2]
+                ):
+                    return
+                break
+            function = inner
+        raise Conflict(f"{target} is already {describe(function)}")
 
     def _is_own(self, function: FunctionType, module: ModuleType) -> bool:
         """Code of the module's own file, or of a decorator that vLLM uses."""
         file = function.__code__.co_filename
-        own = [module.__file__ or "", *map(str, self._roots)]
+        own = [module.__file__ or "", *_decorator_homes(), *self._own]
         return any(file == path or file.startswith(path + "/") for path in own)
 
     def _hold(self, target: str, place: Place) -> Holding:
@@ -264,6 +278,13 @@ def _rebind(old: Any, new: Any, home: Place) -> int:
     return count
 
 
+def _decorator_homes() -> list[str]:
+    """Files and folders besides vLLM whose wrappers are part of vLLM's own functions."""
+    names = ("functools", "contextlib", "typing_extensions", "torch")
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    return [file.removesuffix("/__init__.py") for file in files if file]
+
+
 @functools.cache
 def _namespaces() -> frozenset[str]:
     """Top-level packages in which vLLM's functions may have been taken by name."""
@@ -272,23 +293,38 @@ def _namespaces() -> frozenset[str]:
 
 
 def _reaches(start: Any, ours: Any) -> bool:
-    """Whether ``start`` leads to ``ours``: by __wrapped__, closure, partial or global name."""
+    """Whether ``start`` refers to ``ours``: in a closure, as a global, in a partial or a proxy.
+
+    ``__wrapped__`` of a plain function is no sign: functools.wraps sets it on replacements too.
+    """
     seen: set[int] = set()
     queue = [start]
     while queue and len(seen) < 500:
         value = function_of(queue.pop(0))
         if value is ours:
             return True
-        if id(value) in seen or not callable(value):
-            continue
-        seen.add(id(value))
-        inner = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
-        queue += [inner.get(name) for name in ("__wrapped__", "_self_wrapper")]
-        queue += [getattr(value, name, None) for name in ("func", "__func__")]
-        if isinstance(value, FunctionType):
-            queue += [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-            queue += [value.__globals__.get(name) for name in value.__code__.co_names]
+        if id(value) not in seen:
+            seen.add(id(value))
+            queue += _inside(value)
     return False
+
+
+def _inside(value: Any) -> list[Any]:
+    """What an object may call. Asks no object for attributes: proxies would answer for others."""
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        return [*cells, *(value.__globals__.get(name) for name in value.__code__.co_names)]
+    if isinstance(value, functools.partial):
+        return [value.func]
+    if isinstance(value, MethodType):
+        return [value.__func__]
+    if type(value) in (dict, list, tuple) and len(value) < 100:
+        return list(value.values() if isinstance(value, dict) else value)
+    try:
+        proxied = object.__getattribute__(value, "__wrapped__")
+    except AttributeError:
+        return []
+    return [proxied] if isinstance(proxied, FunctionType) else []
 
 
 def _filled(cell: Any) -> bool:
@@ -301,11 +337,11 @@ def _filled(cell: Any) -> bool:
 
 def describe(raw: Any) -> str:
     """Who an object is: its qualified name, file and line."""
-    function = function_of(raw)
-    if isinstance(function, FunctionType):
-        code = function.__code__
-        return (
-            f"{function.__globals__.get('__name__')}.{code.co_qualname} "
-            f"({code.co_filename}, line {code.co_firstlineno})"
-        )
-    return f"{type(function).__module__}.{type(function).__qualname__} object {function!r:.80}"
+    value = function_of(raw)
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        where = f"{code.co_filename}, line {code.co_firstlineno}"
+        return f"{value.__globals__.get('__name__')}.{code.co_qualname} ({where})"
+    if isinstance(value, type):
+        return f"class {value.__module__}.{value.__qualname__}"
+    return f"an object of {type(value).__module__}.{type(value).__qualname__}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_ext.core.report import ReportError, directory
-from vllm_ext.core.status import reports
+from vllm_ext.core.report import reports
 from vllm_ext.names import SERVER_ID
 
+logger = logging.getLogger("vllm.vllm_ext")
 _known: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -23,11 +24,13 @@ class EffectCollector:
     """
 
     def collect(self) -> Iterator[Any]:
-        """Metric families; none if the runtime directory can't be read: /metrics must answer."""
+        """Metric families; none if something is wrong with the reports: /metrics must answer."""
         try:
-            found = list(reports(directory(), os.environ.get(SERVER_ID, "none")))
-        except (ReportError, OSError):
-            return
+            yield from self._families()
+        except Exception:
+            logger.debug("vllm-ext has nothing for /metrics", exc_info=True)
+
+    def _families(self) -> list[Any]:
         from prometheus_client.core import CounterMetricFamily, InfoMetricFamily
 
         effects = CounterMetricFamily(
@@ -37,18 +40,17 @@ class EffectCollector:
             "vllm_ext_feature", "Verdicts of vllm-ext", labels=["feature", "part"]
         )
         total: Counter[str] = Counter()
-        for report in found:
-            total.update(report["effects"])
-            if report["pid"] != os.getpid():
+        for report in reports(os.environ.get(SERVER_ID, "none")):
+            total.update(report.effects)
+            if report.pid != os.getpid():
                 continue
-            for part_id, told in report["parts"].items():
+            for part_id, (verdict, _) in report.parts.items():
                 total.setdefault(part_id, 0)
-                labels = {"verdict": told["verdict"], "vllm": report["vllm"]}
-                info.add_metric(part_id.split("."), {**labels, "plugin": report["plugin"]})
+                labels = {"verdict": verdict, "vllm": report.vllm, "plugin": report.plugin}
+                info.add_metric(part_id.split("."), labels)
         for part_id, count in sorted(total.items()):
             effects.add_metric(part_id.split("."), count)
-        yield effects
-        yield info
+        return [effects, info] if total else []
 
 
 def registry(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,21 +11,69 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
 from vllm_ext import __version__
-from vllm_ext.core.effects import PAGE
+from vllm_ext.core.effects import PAGE, decode
 from vllm_ext.core.plan import Planned
 
 ENDED_KEPT_S = 3600.0
 # vLLM titles its processes PREFIX::Name.
 _TITLE = re.compile(r"^[^\s:]*::(?P<role>\S+)")
+_RANK_OPTIONS = (
+    ("--tensor-parallel-size", "-tp"),
+    ("--pipeline-parallel-size", "-pp"),
+    ("--data-parallel-size", "-dp"),
+)
 
 
 class ReportError(RuntimeError):
     """The runtime directory can't be trusted or written; the message says why."""
+
+
+@dataclass
+class ProcessReport:
+    """What one process tells. ``parts``: verdict and reason by ``FEATURE.part``.
+
+    ``ranks`` is the world size by the arguments of a ``vllm serve``, None elsewhere; ``ended`` the
+    time at which somebody first found the process gone; ``effects`` is read from the page beside.
+    """
+
+    server: str
+    pid: int
+    started: int
+    namespace: str
+    role: str
+    vllm: str
+    plugin: str
+    serves: bool
+    ranks: int | None
+    ray: bool
+    parts: dict[str, tuple[str, str]]
+    ended: float | None = None
+    effects: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def live(self) -> bool:
+        """Whether the process still runs; one in another pid namespace can't be looked at."""
+        return self.namespace != _namespace() or started(self.pid) == self.started
+
+    def to_json(self) -> str:
+        """The report as JSON, without the counters."""
+        return json.dumps({k: v for k, v in asdict(self).items() if k != "effects"})
+
+    @classmethod
+    def from_json(cls, text: str) -> ProcessReport | None:
+        """The report in a JSON text, None if it is none (garbage, or another plugin version's)."""
+        try:
+            data = json.loads(text)
+            data["parts"] = {name: (str(v), str(why)) for name, (v, why) in data["parts"].items()}
+            return cls(**data)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
 
 
 def directory() -> Path:
@@ -35,14 +83,13 @@ def directory() -> Path:
     ReportError if it is somebody else's, a link, or open to others.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else None
-    path = base / "vllm-ext" if base else Path(tempfile.gettempdir()) / f"vllm-ext-{os.getuid()}"
+    usable = runtime and os.access(runtime, os.W_OK)
+    path = Path(runtime) / "vllm-ext" if runtime and usable else _fallback()
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
     except OSError as error:
         raise ReportError(f"{path} can't be made: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not _is_ours(path):
         raise ReportError(
             f"{path} is not a directory that belongs to user {os.getuid()} alone (mode 0700); "
             "remove it, or point XDG_RUNTIME_DIR somewhere else"
@@ -50,17 +97,76 @@ def directory() -> Path:
     return path
 
 
+def directories() -> list[Path]:
+    """Every runtime directory a process of this user may have chosen; none is made.
+
+    A server started by a service manager often lacks the XDG_RUNTIME_DIR that a login shell has.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    bases = [Path(runtime)] if runtime else []
+    bases.append(Path(f"/run/user/{os.getuid()}"))
+    paths = [*(base / "vllm-ext" for base in bases), _fallback()]
+    return [path for path in dict.fromkeys(paths) if _is_ours(path)]
+
+
+def _fallback() -> Path:
+    return Path(tempfile.gettempdir()) / f"vllm-ext-{os.getuid()}"
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    ours = found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(found.st_mode) and ours
+
+
+def reports(server: str | None = None) -> Iterator[ProcessReport]:
+    """The reports of this user's processes, of one server or of all, with their counters."""
+    for folder in directories():
+        for path in sorted(folder.glob("*.json")):
+            with contextlib.suppress(OSError):
+                report = ProcessReport.from_json(path.read_text("utf-8", "replace"))
+                if report is None or server not in (None, report.server):
+                    continue
+                with contextlib.suppress(OSError):
+                    report.effects = decode(path.with_suffix(".counters").read_bytes())
+                yield report
+
+
+def prune() -> None:
+    """Mark reports of processes that are gone; drop those marked more than an hour ago."""
+    for folder in directories():
+        for path in folder.glob("*.json"):
+            with contextlib.suppress(OSError):
+                report = ProcessReport.from_json(path.read_text("utf-8", "replace"))
+                if report is None or report.live:
+                    continue
+                report.ended = report.ended or time.time()
+                if time.time() - report.ended > ENDED_KEPT_S:
+                    path.unlink()
+                    path.with_suffix(".counters").unlink(missing_ok=True)
+                else:
+                    _write(path, report)
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """What /proc tells of a process from its state on, None if it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields
+
+
 def started(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot, None if there is no such process.
 
     With the pid it names a process for good: pids are used again, pairs of both aren't.
     """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else int(fields[19])
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else None
 
 
 def title(pid: int) -> str:
@@ -73,34 +179,78 @@ def title(pid: int) -> str:
     return found["role"] if found else ""
 
 
-class Report:
-    """The report of one process: ``<server>.<pid>.json`` and ``.counters`` in the directory."""
+def _namespace() -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def _value(arguments: list[str], names: tuple[str, ...]) -> str | None:
+    """Value of an option in a command line: ``--name VALUE``, ``--name=VALUE`` or ``-nVALUE``."""
+    for at, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") in names:
+            return value if equals else next(iter(arguments[at + 1 :]), None)
+        short = next((n for n in names if not n.startswith("--") and argument.startswith(n)), None)
+        if short and argument[len(short) :].isdigit():
+            return argument[len(short) :]
+    return None
+
+
+def _ranks(arguments: list[str]) -> int | None:
+    """World size by the arguments of a ``vllm serve``, None for other programs."""
+    if "serve" not in arguments:
+        return None
+    sizes = (_value(arguments, names) or "1" for names in _RANK_OPTIONS)
+    ranks = 1
+    for size in sizes:
+        ranks *= int(size) if size.isdigit() else 1
+    return ranks
+
+
+def _write(path: Path, report: ProcessReport) -> None:
+    """A reader sees the old text or the new one, never a part."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(report.to_json())
+    scratch.replace(path)
+
+
+class Reporter:
+    """Keeps the report of this process: ``<server>.<pid>.json`` and ``.counters``."""
 
     def __init__(self, server: str, version: str) -> None:
         self._server = server
         self._version = version
         self._path: Path | None = None
         self.role = ""
+        self.pid = 0
 
     def publish(self, planned: Iterable[Planned]) -> None:
         """Write the verdicts, atomically; raises ReportError or OSError if that can't be done."""
-        if self._path is None:
-            self._path = directory() / f"{self._server}.{os.getpid()}"
-            PAGE.publish(self._path.with_name(self._path.name + ".counters"))
+        fresh = self._path is None
+        path = self._path or directory() / f"{self._server}.{os.getpid()}.json"
+        self.role, self.pid = title(os.getpid()), os.getpid()
+        arguments = [str(argument) for argument in sys.argv]
+        report = ProcessReport(
+            server=self._server,
+            pid=os.getpid(),
+            started=started(os.getpid()) or 0,
+            namespace=_namespace(),
+            role=self.role,
+            vllm=self._version,
+            plugin=__version__,
+            serves="serve" in arguments,
+            ranks=_ranks(arguments),
+            ray=_value(arguments, ("--distributed-executor-backend",)) == "ray",
+            parts={e.id: (e.judgement.verdict.value, e.judgement.reason) for e in planned},
+        )
+        _write(path, report)
+        self._path = path
+        if fresh:
+            # Children of multiprocessing leave without running atexit.
             atexit.register(self.remove)
-        self.role = title(os.getpid())
-        data = {
-            "server": self._server,
-            "pid": os.getpid(),
-            "parent": os.getppid(),
-            "started": started(os.getpid()),
-            "role": self.role,
-            "vllm": self._version,
-            "plugin": __version__,
-            "arguments": sys.argv[:200],
-            "parts": {entry.id: vars_of(entry) for entry in planned},
-        }
-        write(self._path.with_name(self._path.name + ".json"), data)
+            Finalize(None, self.remove, exitpriority=0)
+            PAGE.publish(path.with_suffix(".counters"))
 
     def restart(self) -> None:
         """In a forked child: patches came along, the report and the counters are its own."""
@@ -109,36 +259,9 @@ class Report:
 
     def remove(self) -> None:
         """A process that ends in good order leaves nothing behind."""
-        # A child forked by a library that runs our exit handlers must not take our files away.
-        if self._path is None or self._path.name != f"{self._server}.{os.getpid()}":
+        # A forked child that runs our exit handlers must not take its parent's files away.
+        if self._path is None or self._path.stem != f"{self._server}.{os.getpid()}":
             return
-        for suffix in (".json", ".counters"):
+        for path in (self._path, self._path.with_suffix(".counters")):
             with contextlib.suppress(OSError):
-                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-
-
-def vars_of(entry: Planned) -> dict[str, str]:
-    """A verdict as data."""
-    return {"verdict": entry.judgement.verdict.value, "reason": entry.judgement.reason}
-
-
-def write(path: Path, data: dict[str, Any]) -> None:
-    """Write JSON so that a reader sees the old text or the new one, never a part."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(data))
-    scratch.replace(path)
-
-
-def prune(folder: Path) -> None:
-    """Mark reports of processes that are gone; drop those marked more than an hour ago."""
-    for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            data = json.loads(path.read_text())
-            if started(data["pid"]) == data["started"]:
-                continue
-            ended = data.setdefault("ended", time.time())
-            if time.time() - ended > ENDED_KEPT_S:
-                path.unlink()
-                path.with_suffix(".counters").unlink(missing_ok=True)
-            else:
-                write(path, data)
+                path.unlink(missing_ok=True)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from vllm_ext.core.effects import decode
 from vllm_ext.core.feature import Verdict
-from vllm_ext.core.report import directory, prune, started, title
+from vllm_ext.core.report import ProcessReport, prune, reports, stat_fields, title
 
 # vLLM loads no plugins in its data parallel coordinator.
 _WITHOUT_PLUGINS = ("DPCoordinator", "DP_Coordinator")
-_IN_FORCE = (Verdict.ACTIVE, Verdict.ARMED, Verdict.NATIVE, Verdict.IDLE)
 
 
 @dataclass
@@ -26,9 +19,13 @@ class ProcessStatus:
     pid: int
     role: str
     state: str
-    parts: dict[str, dict[str, str]] = field(default_factory=dict)
+    parts: dict[str, tuple[str, str]] = field(default_factory=dict)
     effects: dict[str, int] = field(default_factory=dict)
     lacks: dict[str, str] = field(default_factory=dict)
+
+    def has(self, part: str) -> bool:
+        """Whether a part is in force here, or vLLM's own."""
+        return part in self.parts and verdict(self.parts[part][0]).in_force
 
 
 @dataclass
@@ -50,9 +47,9 @@ class ServerStatus:
     @property
     def ranks(self) -> str:
         """How many worker ranks are seen here, of how many, and what that does not cover."""
-        seen = sum(
-            "Worker" in process.role for process in self.processes if process.state == "live"
-        )
+        live = [process.role for process in self.processes if process.state == "live"]
+        # With one rank per engine the engine works itself.
+        seen = sum("Worker" in role for role in live) or sum("EngineCore" in role for role in live)
         told = f"{seen} of {self.expected_ranks} ranks" if self.expected_ranks else f"{seen} ranks"
         return f"{told}; other hosts not visible" if self.ray else told
 
@@ -73,75 +70,56 @@ class ServerStatus:
         return sentences
 
 
+def verdict(word: str) -> Verdict:
+    """A reported verdict; a word of another plugin version counts as failed."""
+    return Verdict(word) if word in list(Verdict) else Verdict.FAILED
+
+
 def servers() -> list[ServerStatus]:
-    """All servers with a report of this user on this host. Raises ReportError."""
-    folder = directory()
-    prune(folder)
-    grouped: dict[str, list[dict[str, Any]]] = {}
-    for report in reports(folder):
-        grouped.setdefault(report["server"], []).append(report)
+    """All servers with a report of this user on this host."""
+    prune()
+    grouped: dict[str, list[ProcessReport]] = {}
+    for report in reports():
+        grouped.setdefault(report.server, []).append(report)
     return [_server(server, found) for server, found in sorted(grouped.items())]
 
 
-def reports(folder: Path, server: str = "*") -> Iterator[dict[str, Any]]:
-    """The reports in a runtime directory, with their counters under ``effects``."""
-    for path in sorted(folder.glob(f"{server}.*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            data = json.loads(path.read_text())
-            data["effects"] = decode(path.with_suffix(".counters").read_bytes())
-            yield data
-
-
-def _server(server: str, found: list[dict[str, Any]]) -> ServerStatus:
-    found.sort(key=lambda report: (report["started"], report["pid"]))
+def _server(server: str, found: list[ProcessReport]) -> ServerStatus:
+    found.sort(key=lambda report: (report.started, report.pid))
     first = found[0]
     processes = [_process(report, first) for report in found]
-    live = {process.pid for process in processes if process.state == "live"}
-    silent = _silent(live)
-    _compare(processes)
-    arguments = " ".join(first["arguments"])
+    _compare([process for process in processes if process.state == "live"])
     return ServerStatus(
         id=server,
-        vllm=first["vllm"],
-        plugin=first["plugin"],
-        processes=processes + silent,
-        expected_ranks=_expected_ranks(arguments),
-        ray="--distributed-executor-backend ray" in arguments.replace("=", " "),
+        vllm=first.vllm,
+        plugin=first.plugin,
+        processes=processes + _silent({report.pid for report in found if report.live}),
+        expected_ranks=first.ranks,
+        ray=first.ray,
     )
 
 
-def _process(report: dict[str, Any], first: dict[str, Any]) -> ProcessStatus:
-    pid = report["pid"]
-    live = started(pid) == report["started"]
-    titled = title(pid) if live else report["role"]
-    role = titled or ("APIServer" if report is first and "serve" in first["arguments"] else "")
-    return ProcessStatus(
-        pid,
-        role or ("main" if report is first else "child"),
-        "live" if live else "ended",
-        report["parts"],
-        report["effects"],
-    )
+def _process(report: ProcessReport, first: ProcessReport) -> ProcessStatus:
+    role = (title(report.pid) if report.live else "") or report.role
+    if not role:
+        role = "child" if report is not first else "APIServer" if report.serves else "main"
+    state = "live" if report.live else "ended"
+    return ProcessStatus(report.pid, role, state, report.parts, report.effects)
 
 
-def _compare(processes: list[ProcessStatus]) -> None:
-    """Note in each live process the parts that a sibling has in force and it hasn't."""
-    live = [process for process in processes if process.state == "live"]
+def _compare(live: list[ProcessStatus]) -> None:
+    """Note in each process the parts that a sibling has in force and it hasn't."""
+    parts = sorted({part for process in live for part in process.parts if process.has(part)})
     for process in live:
-        for part in {part for sibling in live for part in sibling.parts}:
-            there = any(_has(sibling, part) for sibling in live)
-            if there and not _has(process, part):
-                own = process.parts.get(part)
-                process.lacks[part] = f"{own['verdict']}, {own['reason']}" if own else "not known"
-
-
-def _has(process: ProcessStatus, part: str) -> bool:
-    return process.parts.get(part, {}).get("verdict") in _IN_FORCE
+        for part in parts:
+            if not process.has(part):
+                process.lacks[part] = ", ".join(process.parts.get(part, ("not known",)))
 
 
 def _silent(reported: set[int]) -> list[ProcessStatus]:
     """Descendants of processes that reported which vLLM gave a title, but which never reported."""
-    parents = _parents()
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    parents = {pid: int(fields[1]) for pid in pids if (fields := stat_fields(pid))}
     found = []
     for pid in sorted(parents.keys() - reported):
         above, role = parents[pid], title(pid)
@@ -150,30 +128,3 @@ def _silent(reported: set[int]) -> list[ProcessStatus]:
         if above in reported and role and not role.startswith(_WITHOUT_PLUGINS):
             found.append(ProcessStatus(pid, role, "no report"))
     return found
-
-
-def _parents() -> dict[int, int]:
-    """Parent of every process on this host."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                found[int(path.parent.name)] = int(fields[1])
-    return found
-
-
-def _expected_ranks(arguments: str) -> int | None:
-    """World size by the server's own arguments, None if it isn't a ``vllm serve``."""
-    if "serve" not in arguments.split():
-        return None
-    ranks = 1
-    for option in (
-        "tensor-parallel-size|-tp",
-        "pipeline-parallel-size|-pp",
-        "data-parallel-size|-dp",
-    ):
-        name, _, short = option.partition("|")
-        found = re.search(rf"(?:--{name}|{short})[ =](\d+)", arguments)
-        ranks *= int(found[1]) if found else 1
-    return ranks
