@@ -25,6 +25,8 @@ def llama(folder: Path, layers: int, hidden: int, dtype: str = "bfloat16") -> It
     )
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
 
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -42,13 +44,15 @@ def llama(folder: Path, layers: int, hidden: int, dtype: str = "bfloat16") -> It
         "vocab_size": 1000,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    whole = VllmConfig(
-        model_config=ModelConfig(str(folder), skip_tokenizer_init=True, dtype=dtype),
-        load_config=LoadConfig(load_format="dummy"),
-        device_config=DeviceConfig("cpu"),
-    )
-    before = torch.get_default_dtype()
+    before, entry = torch.get_default_dtype(), ModelRegistry.models["LlamaForCausalLM"]
     try:
+        # A class that is registered itself is inspected here instead of in a process of its own.
+        ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+        whole = VllmConfig(
+            model_config=ModelConfig(str(folder), skip_tokenizer_init=True, dtype=dtype),
+            load_config=LoadConfig(load_format="dummy"),
+            device_config=DeviceConfig("cpu"),
+        )
         with set_current_vllm_config(whole):
             store = f"file://{folder / 'store'}"
             parallel_state.init_distributed_environment(1, 0, store, 0, "gloo")
@@ -59,6 +63,7 @@ def llama(folder: Path, layers: int, hidden: int, dtype: str = "bfloat16") -> It
         yield model
     finally:
         torch.set_default_dtype(before)
+        ModelRegistry.models["LlamaForCausalLM"] = entry
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
 
