@@ -15,6 +15,7 @@ from vllm_ext import plugin
 from vllm_ext.core.feature import Part, Verdict
 from vllm_ext.core.ledger import Ledger
 from vllm_ext.core.plan import plan
+from vllm_ext.core.process import _decorator_homes
 from vllm_ext.core.release import installation
 from vllm_ext.core.seams import Wrap, function_of, locate, module_of
 from vllm_ext.settings import Settings
@@ -34,7 +35,7 @@ def ledger(installed_release: str, part: str) -> Iterator[Ledger]:
     planned = plan(list(FEATURES.values()), Settings(options=options), installed)
     for target in declared.targets:
         importlib.import_module(module_of(target))
-    made = Ledger(planned, (installed.root / "vllm",))
+    made = Ledger(planned, (installed.root / "vllm", *_decorator_homes()))
     yield made
     if made.entries[part].judgement.verdict is Verdict.ACTIVE:
         made.undo(part)

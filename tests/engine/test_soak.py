@@ -19,6 +19,7 @@ from vllm_ext.checks.server import Server
 from vllm_ext.core.feature import Verdict
 from vllm_ext.core.ledger import Ledger
 from vllm_ext.core.plan import plan
+from vllm_ext.core.process import _decorator_homes
 from vllm_ext.core.release import installation
 from vllm_ext.settings import Settings
 
@@ -63,7 +64,7 @@ def test_a_thousand_applications_leave_no_trace(installed_release: str) -> None:
     assert installed is not None
     options = {f.variable(option): True for f in FEATURES.values() for option in f.options}
     planned = plan(list(FEATURES.values()), Settings(options=options), installed)
-    ledger = Ledger(planned, (installed.root / "vllm",))
+    ledger = Ledger(planned, (installed.root / "vllm", *_decorator_homes()))
     for entry in planned:
         for module in entry.modules:
             importlib.import_module(module)

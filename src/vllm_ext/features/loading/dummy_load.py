@@ -6,6 +6,7 @@ few elements, per type and arguments, and what can't be repeated bit for bit is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -116,6 +117,8 @@ def _storage_order(param: Any) -> Any:
     data = param.data
     if type(data) is not torch.Tensor or data.layout != torch.strided:
         return None
+    if data.is_contiguous():
+        return data.view(-1)
     order = sorted(range(data.dim()), key=data.stride, reverse=True)
     ordered = data.permute(order)
     return ordered.view(-1) if ordered.is_contiguous() else None
@@ -132,17 +135,19 @@ def _is_drawn(param: Any) -> bool:
 class Stream:
     """The start of one random stream on the CPU, kept in segments that grow with demand."""
 
-    def __init__(self, drawing: Drawing, dtype: Any, limit: int) -> None:
-        self._drawing, self._dtype, self._limit = drawing, dtype, limit
+    def __init__(self, drawing: Drawing, dtype: Any) -> None:
+        self._drawing, self._dtype = drawing, dtype
         self._segments: list[Any] = []
         self._length = 0
         self._generator = drawing.generator("cpu")
 
-    def fill(self, flat: Any) -> None:
-        """Copy the stream's start to ``flat`` [n]; what lies beyond the limit is drawn in place."""
+    def fill(self, flat: Any, wanted: int) -> None:
+        """Copy ``wanted`` elements of the stream to ``flat`` [n], draw the others in place.
+
+        Where ``wanted`` is less than n, the stream never gets longer than that.
+        """
         import torch
 
-        wanted = min(flat.numel(), self._limit)
         if wanted > self._length:
             segment = torch.empty(wanted - self._length, dtype=self._dtype, device="cpu")
             self._drawing.draw(segment, self._generator)
@@ -155,7 +160,7 @@ class Stream:
             piece[:] = source[: len(piece)]
             at += len(piece)
         if flat.numel() > wanted:
-            # The stream has reached its limit, so its generator stands right there.
+            # The stream is as long as it may get, so its generator stands right there.
             onward = torch.Generator(device="cpu")
             onward.set_state(self._generator.get_state())
             self._drawing.draw(flat[wanted:], onward)
@@ -164,10 +169,16 @@ class Stream:
 class Streams:
     """The streams of one load, by what they depend on; gone when the load ends."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._drawings: dict[Any, Drawing | None] = {}
         self._streams: dict[Any, Stream] = {}
+
+    @functools.cached_property
+    def limit(self) -> int:
+        """Elements each stream may keep; it grows with the model."""
+        tensors = (t for t in self._model.parameters() if t.device.type == "cpu")
+        return max(STREAM, sum(tensor.numel() for tensor in tensors) // SHARE)
 
     def fill(self, original: Call, param: Any, args: Any, kwargs: Any) -> bool:
         """Fill a CPU tensor as ``original`` would; False if that is left to it."""
@@ -179,9 +190,10 @@ class Streams:
             return False
         stream = self._streams.get((param.dtype, drawing))
         if stream is None:
-            stream = Stream(drawing, param.dtype, self._limit)
-            self._streams[param.dtype, drawing] = stream
-        stream.fill(flat)
+            stream = self._streams[param.dtype, drawing] = Stream(drawing, param.dtype)
+        length = flat.numel()
+        # The model is gone through only when a tensor asks for it.
+        stream.fill(flat, length if length <= STREAM else min(length, self.limit))
         return True
 
 
@@ -250,9 +262,8 @@ def bound_scratch(original: Call, param: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def open_streams(original: Call, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keep the streams of a load for its length; their limit grows with the model."""
-    elements = sum(p.numel() for p in model.parameters() if p.device.type == "cpu")
-    token = _streams.set(Streams(max(STREAM, elements // SHARE)))
+    """Keep the streams of a load for its length."""
+    token = _streams.set(Streams(model))
     try:
         return original(self, model, *args, **kwargs)
     finally:
