@@ -1,0 +1,1 @@
+"""Loading: how weights get into a model."""
