@@ -29,16 +29,16 @@ class Retries:
 
     def __init__(self) -> None:
         self._untold = 0
-        self._next_line = 0.0
+        self.next_line = 0.0
 
     def note(self, scheduler: Any, part_id: str) -> None:
         """Count one retry for a part; say so if a minute has passed since the last line."""
         effect(part_id)
         self._untold += 1
         now = time.monotonic()
-        if now < self._next_line:
+        if now < self.next_line:
             return
-        self._next_line = now + _SECONDS_BETWEEN_LINES
+        self.next_line = now + _SECONDS_BETWEEN_LINES
         running, waiting = scheduler.get_request_counts()
         logger.info(
             "PREEMPTION_FENCE: %d preemption(s) put off until the batches in flight are through, "
@@ -52,7 +52,7 @@ class Retries:
         self._untold = 0
 
 
-_retries = Retries()
+RETRIES = Retries()
 
 
 class Guard:
@@ -100,7 +100,7 @@ class Guard:
 
     def _spare(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.release()
-        _retries.note(self._scheduler, "PREEMPTION_FENCE.fence")
+        RETRIES.note(self._scheduler, "PREEMPTION_FENCE.fence")
 
 
 def guard_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def count_spared(original: Callable[..., Any], self: Any, request: Any) -> bool:
     """Count the victims that vLLM's own fence spares."""
     free = original(self, request)
     if not free and _spared(self, request):
-        _retries.note(self, "PREEMPTION_FENCE.counter")
+        RETRIES.note(self, "PREEMPTION_FENCE.counter")
     return free
 
 
@@ -200,9 +200,11 @@ def _probe_no_admission() -> Judgement:
 
 
 def _probe_counter() -> Judgement:
-    with fence_probe.Pipeline(13, budget=128, chunk=64) as pipeline:
-        with fence_probe.log_lines() as lines:
-            output = fence_probe.starve(pipeline)
+    with (
+        fence_probe.Pipeline(13, budget=128, chunk=64) as pipeline,
+        fence_probe.log_lines() as lines,
+    ):
+        output = fence_probe.starve(pipeline)
     if output.preempted_req_ids:
         return Judgement(Verdict.IDLE, "this release puts no preemption off; fence counts its own")
     if lines:
