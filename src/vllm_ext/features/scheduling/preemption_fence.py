@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from vllm_ext.core.feature import Feature, Judgement, Part, Verdict, effect
-from vllm_ext.core.seams import Wrap
+from vllm_ext.core.seams import MISSING, Wrap
 from vllm_ext.features.scheduling import fence_probe
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -17,7 +17,6 @@ _SCHEDULE = f"{_SCHEDULER}.schedule"
 _PREDICATE = f"{_SCHEDULER}._request_blocks_can_be_freed"
 _ALLOCATE = "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots"
 
-_GUARD = "_vllm_ext_fence"
 _ADMISSION = "_vllm_ext_admission"
 _SECONDS_BETWEEN_LINES = 60.0
 
@@ -55,78 +54,94 @@ class Retries:
 RETRIES = Retries()
 
 
+class StandIn:
+    """A function in the place of a method of one object, until it is taken away.
+
+    Never reads the object's ``__dict__``: once that exists, Python reads attributes slower.
+    """
+
+    __slots__ = ("_before", "_name", "_owner", "before")
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._owner, self._name = owner, name
+        self.before = getattr(owner, name)
+        method = getattr(self.before, "__func__", None)
+        self._before = MISSING if method is getattr(type(owner), name, None) else self.before
+        setattr(owner, name, function)
+
+    def remove(self) -> None:
+        """Leave the object as it was found."""
+        if self._before is MISSING:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._before)
+
+
 class Guard:
     """One schedule() of a scheduler that defers frees, on a release without the fence.
 
-    While it holds, the refused request is all there is in ``running``, so vLLM selects it as the
-    victim, and the scheduler's ``_preempt_request`` is ours, which preempts nobody. vLLM then
-    stops: the victim was the request itself.
+    It sees which request is refused blocks. If the victim that the policy will choose frees none
+    now, it holds: the refused request is then all there is in ``running``, so vLLM selects it as
+    the victim, and ``_preempt_request`` preempts nobody. vLLM then stops: the victim was the
+    request itself. Methods are replaced on the instances, so that overrides in a user's subclass
+    see real preemptions only, and schedulers that defer nothing pay nothing.
     """
 
-    __slots__ = ("_own", "_running", "_scheduler")
+    __slots__ = ("_allocate", "_allocation", "_preempt", "_running", "_scheduler")
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._running: list[Any] | None = None
-        self._own: dict[str, Any] = {}
+        self._allocation = StandIn(
+            scheduler.kv_cache_manager, "allocate_slots", self._allocate_slots
+        )
+        self._allocate = self._allocation.before
 
-    def refused(self, request: Any) -> None:
-        """A request got no blocks; hold if preempting the victim of the policy frees none now."""
-        scheduler = self._scheduler
+    def end(self) -> None:
+        """Leave scheduler and block manager as they were, wherever the step ended."""
+        self._allocation.remove()
+        self._release()
+
+    def _allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks = self._allocate(request, *args, **kwargs)
         # A waiting request that is refused preempts nobody.
-        if request.status.name != "RUNNING" or self._running is not None:
-            return
-        running = scheduler.running
+        if blocks is None and request.status.name == "RUNNING" and self._in_vain():
+            self._hold(request)
+        return blocks
+
+    def _in_vain(self) -> bool:
+        """Whether the blocks of the policy's victim can't be reused yet."""
+        scheduler = self._scheduler
         if scheduler.policy.value == "priority":
-            victim = max(running, key=attrgetter("priority", "arrival_time"))
+            victim = max(scheduler.running, key=attrgetter("priority", "arrival_time"))
         else:
-            victim = running[-1]
-        if victim.last_sched_seq > scheduler.processed_step_seq:
-            self._running = running
-            # On the instance: an override in a user's subclass must not see a preemption either.
-            self._own = {k: v for k, v in vars(scheduler).items() if k == "_preempt_request"}
-            scheduler.running = [request]
-            scheduler._preempt_request = self._spare
+            victim = scheduler.running[-1]
+        return victim.last_sched_seq > scheduler.processed_step_seq
 
-    def release(self) -> bool:
-        """Put the queue and the method back; whether there was anything to put back."""
-        if self._running is None:
-            return False
-        self._scheduler.running = self._running
-        del self._scheduler._preempt_request
-        vars(self._scheduler).update(self._own)
-        self._running = None
-        return True
+    def _hold(self, request: Any) -> None:
+        scheduler = self._scheduler
+        self._running, scheduler.running = scheduler.running, [request]
+        self._preempt = StandIn(scheduler, "_preempt_request", self._preempt_nobody)
 
-    def _spare(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        self.release()
+    def _release(self) -> None:
+        if self._running is not None:
+            self._scheduler.running, self._running = self._running, None
+            self._preempt.remove()
+
+    def _preempt_nobody(self, *args: Any, **kwargs: Any) -> None:
+        self._release()
         RETRIES.note(self._scheduler, "PREEMPTION_FENCE.fence")
 
 
 def guard_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let the block manager find the scheduler that asks, and leave the queue as it was."""
+    """Put off what a step would preempt in vain, where freed blocks wait for batches in flight."""
     if not self.defer_block_free:
         return original(self, *args, **kwargs)
     guard = Guard(self)
-    manager = vars(self.kv_cache_manager)
-    manager[_GUARD] = guard
     try:
         return original(self, *args, **kwargs)
     finally:
-        manager.pop(_GUARD, None)
-        guard.release()
-
-
-def guard_refusal(
-    original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Allocate as always; a refusal is where the preemption that follows can be averted."""
-    blocks = original(self, request, *args, **kwargs)
-    if blocks is None:
-        guard = vars(self).get(_GUARD)
-        if guard is not None:
-            guard.refused(request)
-    return blocks
+        guard.end()
 
 
 def _spared(scheduler: Any, request: Any) -> bool:
@@ -143,8 +158,8 @@ def hold_admission(original: Callable[..., Any], self: Any, request: Any) -> boo
     vLLM reads ``_pause_state`` once more in it, to decide whether it admits.
     """
     free = original(self, request)
-    if not free and vars(self).get(_ADMISSION) == [] and _spared(self, request):
-        vars(self)[_ADMISSION].append(self._pause_state)
+    if not free and getattr(self, _ADMISSION, None) == [] and _spared(self, request):
+        getattr(self, _ADMISSION).append(self._pause_state)
         self._pause_state = type(self._pause_state).PAUSED_ALL
         if self.get_request_counts()[1]:
             effect("PREEMPTION_FENCE.no_admission")
@@ -156,11 +171,11 @@ def open_admission(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     if not self.defer_block_free:
         return original(self, *args, **kwargs)
     held: list[Any] = []
-    vars(self)[_ADMISSION] = held
+    setattr(self, _ADMISSION, held)
     try:
         return original(self, *args, **kwargs)
     finally:
-        del vars(self)[_ADMISSION]
+        delattr(self, _ADMISSION)
         if held:
             self._pause_state = held[0]
 
@@ -241,8 +256,8 @@ FEATURE = Feature(
         Part(
             name="fence",
             summary="A preemption that frees no block now is put off.",
-            seams=(Wrap(_SCHEDULE, guard_step), Wrap(_ALLOCATE, guard_refusal)),
-            relies_on=_READ,
+            seams=(Wrap(_SCHEDULE, guard_step),),
+            relies_on=(_ALLOCATE, *_READ),
             probe=_probe_fence,
         ),
         Part(
