@@ -16,12 +16,31 @@ from typing import Any
 
 BLOCK = 16
 _HIDDEN, _HEAD = 8, 8
+_MODEL = "FenceProbeForCausalLM"
 
 
 def _model_folder(folder: Path) -> str:
-    """A folder that holds no more than the config of a one-layer model."""
+    """A folder that holds no more than the config of a one-layer model, its class registered.
+
+    vLLM would inspect a model class of its own in another process, for half a minute.
+    """
+    import torch
+    from vllm import ModelRegistry
+
+    class Probe(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+        def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__()
+
+        def embed_input_ids(self, input_ids: Any) -> Any: ...
+
+        def forward(self, input_ids: Any, positions: Any) -> Any: ...
+
+        def compute_logits(self, hidden_states: Any) -> Any: ...
+
+    if _MODEL not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(_MODEL, Probe)
     config = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [_MODEL],
         "model_type": "llama",
         "hidden_size": _HIDDEN,
         "intermediate_size": _HIDDEN,
