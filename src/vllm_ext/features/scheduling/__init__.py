@@ -1,0 +1,1 @@
+"""Scheduling: what a step runs, and what is given up for it."""
