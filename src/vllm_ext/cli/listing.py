@@ -79,7 +79,7 @@ def list_features(as_json: bool) -> None:
         table.add_column(heading, no_wrap=True)
     for feature in features:
         pulls = "".join(f" #{number}" for number in feature.upstream_pr)
-        name = Text.assemble((feature.name, "bold"), (f" {feature.area}{pulls}", "dim"))
+        name = Text.assemble((feature.name, "bold"), (f"\n{feature.area}{pulls}", "dim"))
         table.add_row(name, *map(coloured, overall(feature).values()))
         for part in feature.parts:
             name = Text.assemble(f"  {part.name}", (" (option)" if part.option else "", "dim"))
@@ -89,7 +89,7 @@ def list_features(as_json: bool) -> None:
     console = Console()
     console.print(table)
     console.print(
-        "active: vLLM lacks it, we bring it · native: vLLM has it, we stand aside", style="dim"
+        "active: vLLM lacks it, we bring it; native: vLLM has it, we stand aside", style="dim"
     )
     console.print(
         "vllm-ext explain FEATURE tells more; vllm-ext doctor looks at this machine.", style="dim"

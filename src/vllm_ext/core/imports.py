@@ -50,11 +50,15 @@ class PostImportFinder(MetaPathFinder):
 
     def _shadow(self, spec: ModuleSpec) -> None:
         loader = spec.loader
+        if not hasattr(loader, "__dict__"):
+            return  # found by the next look instead
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
             loader.exec_module(module)  # type: ignore[union-attr]
-            self._done(spec.name)
+            # Archives have one loader for all their modules.
+            if module.__name__ == spec.name:
+                self._done(spec.name)
 
         loader.exec_module = exec_module  # type: ignore[union-attr,method-assign]
 

@@ -20,7 +20,7 @@ from vllm_ext.core.imports import PostImportFinder
 from vllm_ext.core.ledger import Conflict, Ledger
 from vllm_ext.core.plan import by_feature, plan, refusals
 from vllm_ext.core.release import Installation
-from vllm_ext.core.report import Reporter, title
+from vllm_ext.core.report import Reporter, prune, title
 from vllm_ext.names import SERVER_ID
 from vllm_ext.settings import Settings, SettingsError, read
 
@@ -80,6 +80,8 @@ class Process:
         os.register_at_fork(after_in_child=self._forked)
         self._tell_all()
         self._publish()
+        if self.first:
+            prune()
 
     def stop(self) -> None:
         """Take everything back: finder, callback, report and, newest first, all parts."""

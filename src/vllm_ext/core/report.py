@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import glob
 import json
 import os
 import re
@@ -124,8 +125,9 @@ def _is_ours(path: Path) -> bool:
 
 def reports(server: str | None = None) -> Iterator[ProcessReport]:
     """The reports of this user's processes, of one server or of all, with their counters."""
+    pattern = f"{glob.escape(server)}.*.json" if server else "*.json"
     for folder in directories():
-        for path in sorted(folder.glob("*.json")):
+        for path in sorted(folder.glob(pattern)):
             with contextlib.suppress(OSError):
                 report = ProcessReport.from_json(path.read_text("utf-8", "replace"))
                 if report is None or server not in (None, report.server):
