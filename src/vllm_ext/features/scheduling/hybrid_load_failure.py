@@ -11,7 +11,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,22 +59,40 @@ def _blocks(manager: Any, request: Any) -> Iterator[tuple[int, int, int]]:
 
 
 def forget_invalid_prefixes(
-    scheduler: Any, invalid_block_ids: set[int], affected: dict[Any, int]
+    scheduler: Any, invalid_block_ids: set[int], affected: dict[Any, int], scheduled: Iterable[str]
 ) -> None:
     """Take from the prefix cache what failed and all that was, or would be, computed from it.
 
-    Blocks that end before the first invalid token were loaded or computed right and stay.
+    Blocks that end before the first invalid token were loaded or computed right and stay. If the
+    request that loaded a block has lost it since (aborted or preempted while the step was carried
+    out), nobody knows what else it computed: then the whole prefix cache goes, and so does the
+    output of the step for the preempted ones.
     """
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
-    evicted = {block for block in invalid_block_ids if block < len(pool.blocks)}
+    invalid = {block for block in invalid_block_ids if block < len(pool.blocks)}
+    evicted = set(invalid)
+    held = set()
     for request, first in affected.items():
-        evicted |= {block for block, _, end in _blocks(manager, request) if end > first}
-    manager.evict_blocks(evicted - {pool.null_block.block_id})
+        blocks = list(_blocks(manager, request))
+        held |= {block for block, _, _ in blocks}
+        evicted |= {block for block, _, end in blocks if end > first}
+    running = [scheduler.requests.get(name) for name in scheduled]
+    gone = [one for one in running if one is None or one.status.name != "RUNNING"]
+    null = {pool.null_block.block_id}
+    if gone and invalid - held - null:
+        evicted = {block.block_id for block in pool.blocks}
+        for request in gone:
+            if request is not None:
+                request.drop_stale_output = True
+    manager.evict_blocks(evicted - null)
 
 
 def recover_from_invalid_blocks(
-    original: Callable[..., Any], self: Any, invalid_block_ids: set[int], *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    invalid_block_ids: set[int],
+    num_scheduled_tokens: dict[str, int],
 ) -> Any:
     """Send every affected request back to the start, with none of its blocks kept.
 
@@ -83,9 +101,9 @@ def recover_from_invalid_blocks(
     step must be skipped.
     """
     if not _several_groups(self) or not self.recompute_kv_load_failures:
-        return original(self, invalid_block_ids, *args, **kwargs)
+        return original(self, invalid_block_ids, num_scheduled_tokens)
     affected = affected_requests(self, invalid_block_ids)
-    forget_invalid_prefixes(self, invalid_block_ids, affected)
+    forget_invalid_prefixes(self, invalid_block_ids, affected, num_scheduled_tokens)
     running = [request for request in self.running if request in affected]
     self.running = [request for request in self.running if request not in affected]
     # From the last to the first: each goes to the head of the waiting queue.
@@ -120,13 +138,16 @@ def _send_back_waiting(scheduler: Any, request: Any) -> None:
 
 
 def fail_affected_requests(
-    original: Callable[..., Any], self: Any, invalid_block_ids: set[int], *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    invalid_block_ids: set[int],
+    num_scheduled_tokens: dict[str, int],
 ) -> Any:
     """Policy ``fail``: name the affected requests, which vLLM then ends with FINISHED_ERROR."""
     if not _several_groups(self) or self.recompute_kv_load_failures:
-        return original(self, invalid_block_ids, *args, **kwargs)
+        return original(self, invalid_block_ids, num_scheduled_tokens)
     affected = affected_requests(self, invalid_block_ids)
-    forget_invalid_prefixes(self, invalid_block_ids, affected)
+    forget_invalid_prefixes(self, invalid_block_ids, affected, num_scheduled_tokens)
     names = {request.request_id for request in affected}
     if names:
         _log(self).error(
@@ -198,7 +219,8 @@ def schedule_with_bounded_retries(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Schedule while the connector finds nothing for requests whose loads keep failing."""
-    if not _LOCAL_ONLY or self.connector is None:
+    # Loads that failed are counted within the step that looks their requests up again.
+    if self.connector is None or not (_LOCAL_ONLY or self.failed_recving_kv_req_ids):
         return original(self, *args, **kwargs)
     with _lookups_suppressed(self.connector):
         return original(self, *args, **kwargs)
@@ -220,15 +242,58 @@ def _lookups_suppressed(connector: Any) -> Iterator[None]:
         effect("HYBRID_LOAD_FAILURE.bounded_retries")
         return 0, False
 
-    # In the instance, since connectors are classes of third parties; gone when the step is planned.
-    own = vars(connector).get("get_num_new_matched_tokens")
-    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    with _method(connector, "get_num_new_matched_tokens", get_num_new_matched_tokens):
+        yield
+
+
+@contextmanager
+def _method(connector: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """``method`` in a connector's place for one call of the scheduler.
+
+    In the instance, since connectors are classes of third parties.
+    """
+    own = vars(connector).get(name)
+    setattr(connector, name, method)
     try:
         yield
     finally:
-        del connector.get_num_new_matched_tokens
+        delattr(connector, name)
         if own is not None:
-            connector.get_num_new_matched_tokens = own
+            setattr(connector, name, own)
+
+
+def drop_late_reports(
+    original: Callable[..., Any], self: Any, kv_connector_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Have the scheduler see no finished transfer of a request that it has already ended.
+
+    The connector still sees all of them, and first, as it may sort them out itself.
+    """
+    connector = self.connector
+    if connector is None or not _late(self, kv_connector_output):
+        return original(self, kv_connector_output, *args, **kwargs)
+    update = connector.update_connector_output
+
+    def update_connector_output(report: Any, *args: Any, **kwargs: Any) -> Any:
+        result = update(report, *args, **kwargs)
+        late = _late(self, report)
+        if late:
+            report.finished_recving = set(report.finished_recving or ()) - late
+            report.finished_sending = set(report.finished_sending or ()) - late
+            _log(self).warning(
+                "KV transfers finished for requests that had ended before: %s",
+                ", ".join(sorted(late)),
+            )
+            effect("HYBRID_LOAD_FAILURE.late_reports", len(late))
+        return result
+
+    with _method(connector, "update_connector_output", update_connector_output):
+        return original(self, kv_connector_output, *args, **kwargs)
+
+
+def _late(scheduler: Any, report: Any) -> set[str]:
+    finished = {*(report.finished_recving or ()), *(report.finished_sending or ())}
+    return finished - scheduler.requests.keys()
 
 
 FEATURE = Feature(
@@ -242,7 +307,8 @@ FEATURE = Feature(
         "reverted by 56855); 0.30.0 recomputes synchronous loads into the null block, which gives "
         "wrong tokens and a wrong prefix cache. On every release a request whose asynchronous "
         "load failed counts its own first load as reserved, and is never admitted again when "
-        "blocks are scarce, or loads and fails for ever. Models with one group keep vLLM's "
+        "blocks are scarce, or loads and fails for ever; and a transfer that a connector reports "
+        "as finished after its request failed ends the engine. Models with one group keep vLLM's "
         "handling of block reports."
     ),
     upstream_pr=(50388, 56855),
@@ -290,6 +356,12 @@ FEATURE = Feature(
                 Wrap(f"{_SCHEDULER}.schedule", schedule_with_bounded_retries),
             ),
             probe=probes.bounded_retries,
+        ),
+        Part(
+            name="late_reports",
+            summary="A transfer that finishes after its request failed doesn't end the engine.",
+            seams=(Wrap(_FINISHED, drop_late_reports),),
+            probe=probes.late_reports,
         ),
     ),
     options=(

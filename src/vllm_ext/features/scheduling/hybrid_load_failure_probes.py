@@ -302,5 +302,23 @@ def bounded_retries() -> Judgement:
     return Judgement(Verdict.ACTIVE, "a request is loaded for the 9th time after 8 failed loads")
 
 
+def late_reports() -> Judgement:
+    """A load fails under policy ``fail`` and is reported as finished one step later."""
+    scheduler, _, planned = _loading(("full",), 40, 140, asynchronous=False, policy="fail")
+    _, tables, _, _ = scheduler.connector.loads[0]
+    scheduler.update_from_output(planned, output_of(scheduler, planned, invalid={tables[0][0]}))
+    planned = scheduler.schedule()
+    try:
+        scheduler.update_from_output(planned, output_of(scheduler, planned, finished={"probe"}))
+    except Exception as error:
+        told = str(error) or "no text"
+        return Judgement(
+            Verdict.ACTIVE,
+            f"a transfer finished after its request failed ends the engine: "
+            f"{type(error).__name__} ({told})",
+        )
+    return Judgement(Verdict.NATIVE, "a transfer finished after its request failed is ignored")
+
+
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition('.')[0]}"
