@@ -113,11 +113,13 @@ class Bed:
         self.meanwhile: Callable[[], None] | None = None
         # Requests whose transfers are reported as finished with the next step, whatever they are.
         self.late: set[str] = set()
+        # Blocks reported as invalid with the next step, whoever holds them.
+        self.invalid: set[int] = set()
         self._asynchronous = asynchronous
         self._by_request = by_request
         self._depth = 2 if overlapped else 1
-        self._pool = self.scheduler.kv_cache_manager.block_pool
-        self._usable = self._pool.get_num_free_blocks()
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self._usable = self.pool.get_num_free_blocks()
         self._tokens: dict[str, list[int]] = {}
         self._slots: dict[tuple[int, int, int], Any] = {}
         self._landing: list[tuple[Load, set[int]]] = []
@@ -126,7 +128,7 @@ class Bed:
     @property
     def free_blocks(self) -> tuple[int, int]:
         """Free blocks now, and when the scheduler was new."""
-        return self._pool.get_num_free_blocks(), self._usable
+        return self.pool.get_num_free_blocks(), self._usable
 
     def add(self, name: str, tokens: Sequence[int], answer: int = 6, stored: int = 0) -> Any:
         """Add a request; ``stored``: tokens of its prompt that the connector can load."""
@@ -180,7 +182,7 @@ class Bed:
 
     def _execute(self, planned: Any) -> Any:
         self._restore(planned)
-        invalid: set[int] = set()
+        invalid, self.invalid = self.invalid, set()
         failed: set[str] = set()
         finished, self.late = self.late, set()
         for load, blocks in self._landing:
@@ -190,7 +192,7 @@ class Bed:
         for load in (Load(*asked) for asked in self.connector.loads):
             self.loads.append(load)
             blocks = self.faults.pop(0)(load) if self.faults else set()
-            self._fill(load, blocks)
+            self.fill(load, blocks)
             if self._asynchronous:
                 self._landing.append((load, blocks))
             else:
@@ -221,7 +223,8 @@ class Bed:
         else:
             invalid |= blocks
 
-    def _fill(self, load: Load, failing: set[int]) -> None:
+    def fill(self, load: Load, failing: set[int]) -> None:
+        """Carry a load out, with garbage in the failing blocks."""
         states = digests(self._tokens[load.request])
         for group, kind in enumerate(self.groups):
             last = load.start + load.tokens - 1

@@ -187,6 +187,30 @@ def test_a_request_that_is_gone_leaves_no_bad_prefix(
 
 
 @pytest.mark.behaviour("HYBRID_LOAD_FAILURE.block_reports", wrong=f"{DIED}|{GARBAGE}")
+@pytest.mark.parametrize("groups", HYBRIDS, ids="+".join)
+def test_a_failure_told_after_the_load_was_finished(patched: None, groups: tuple[str, ...]) -> None:
+    """The request is loaded, and waits for blocks to be admitted, when its failure is told."""
+    bed = Bed(groups, 40, asynchronous=True)
+    bed.add("loading", prompt(1), stored=128)
+    bed.step()
+    load = bed.loads[0]
+    blocks = last_block_of(len(groups) - 1)(load)
+    bed.fill(load, blocks)
+    bed.step()
+    others = bed.pool.get_new_blocks(bed.pool.get_num_free_blocks())
+    bed.invalid = blocks
+
+    def meanwhile() -> None:
+        assert bed.scheduler.requests["loading"].status.name == "WAITING"
+        bed.pool.free_blocks(others)
+
+    bed.meanwhile = meanwhile
+    found = bed.problems({"loading": (prompt(1), 6)}, bed.run())
+    assert not found, "; ".join(found)
+    assert not bed.scheduler._inflight_prefills
+
+
+@pytest.mark.behaviour("HYBRID_LOAD_FAILURE.block_reports", wrong=f"{DIED}|{GARBAGE}")
 def test_synchronous_loads_that_keep_failing_are_given_up(patched: None) -> None:
     asked = {f"failing-{seed}": (prompt(seed), 6) for seed in (1, 4)}
     found = []

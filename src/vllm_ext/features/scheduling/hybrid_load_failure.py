@@ -69,23 +69,26 @@ def forget_invalid_prefixes(
     output of the step for the preempted ones.
     """
     manager = scheduler.kv_cache_manager
-    pool = manager.block_pool
-    invalid = {block for block in invalid_block_ids if block < len(pool.blocks)}
-    evicted = set(invalid)
-    held = set()
+    # Groups with a host pool of their own (HiSparse) have ids beyond this one.
+    pool = {block.block_id for block in manager.block_pool.blocks if not block.is_null}
+    lost = pool & set(invalid_block_ids)
+    evicted = set(lost)
     for request, first in affected.items():
         blocks = list(_blocks(manager, request))
-        held |= {block for block, _, _ in blocks}
+        lost -= {block for block, _, _ in blocks}
         evicted |= {block for block, _, end in blocks if end > first}
-    running = [scheduler.requests.get(name) for name in scheduled]
-    gone = [one for one in running if one is None or one.status.name != "RUNNING"]
-    null = {pool.null_block.block_id}
-    if gone and invalid - held - null:
-        evicted = {block.block_id for block in pool.blocks}
-        for request in gone:
-            if request is not None:
-                request.drop_stale_output = True
-    manager.evict_blocks(evicted - null)
+    gone = [name for name in scheduled if not _is_running(scheduler, name)]
+    if lost and gone:
+        evicted = pool
+        for name in gone:
+            if name in scheduler.requests:
+                scheduler.requests[name].drop_stale_output = True
+    manager.evict_blocks(evicted & pool)
+
+
+def _is_running(scheduler: Any, name: str) -> bool:
+    request = scheduler.requests.get(name)
+    return request is not None and request.status.name == "RUNNING"
 
 
 def recover_from_invalid_blocks(
@@ -127,12 +130,12 @@ def recover_from_invalid_blocks(
 
 def _send_back_waiting(scheduler: Any, request: Any) -> None:
     request.num_computed_tokens = 0
-    scheduler._inflight_prefills.discard(request)
     if request.status.name == "WAITING_FOR_REMOTE_KVS":
         # The blocks are freed once the connector says that it writes to them no more.
         scheduler.failed_recving_kv_req_ids.add(request.request_id)
     else:
         # Loaded already, but not admitted yet.
+        scheduler._inflight_prefills.discard(request)
         scheduler._free_request_blocks(request)
         note_failed_load(request)
 
