@@ -34,18 +34,28 @@ _FAILED_LOADS = "_vllm_ext_failed_loads"
 def affected_requests(scheduler: Any, invalid_block_ids: set[int]) -> dict[Any, int]:
     """Unfinished requests that hold an invalid block, with the first token it makes invalid.
 
-    The null block stands for positions a group keeps nothing for; every request holds it, and it
-    can't fail.
+    What a request holds from there on may be computed from the invalid block, and whoever shares
+    that is affected, too. The null block stands for positions a group keeps nothing for; every
+    request holds it, and it can't fail.
     """
     manager = scheduler.kv_cache_manager
-    invalid = set(invalid_block_ids) - {manager.block_pool.null_block.block_id}
-    found = {}
-    for request in scheduler.requests.values():
-        if request.is_finished():
-            continue
-        starts = [start for block, start, _ in _blocks(manager, request) if block in invalid]
-        if starts:
-            found[request] = min(starts)
+    null = manager.block_pool.null_block.block_id
+    invalid = set(invalid_block_ids)
+    held = {
+        request: [one for one in _blocks(manager, request) if one[0] != null]
+        for request in scheduler.requests.values()
+        if not request.is_finished()
+    }
+    found: dict[Any, int] = {}
+    spreading = True
+    while spreading:
+        spreading = False
+        for request, blocks in held.items():
+            first = min((start for block, start, _ in blocks if block in invalid), default=None)
+            if first is not None and first < found.get(request, first + 1):
+                found[request] = first
+                invalid |= {block for block, _, end in blocks if end > first}
+                spreading = True
     return found
 
 
