@@ -19,7 +19,10 @@ from vllm_ext.core.feature import Verdict
 from vllm_ext.core.release import RECORDS
 
 VERDICTS = {
-    "CACHE_KEYS": {"compile_key": "active active active active active"},
+    "CACHE_KEYS": {
+        "compile_key": "active active active active active",
+        "modelinfos": "active active active active active",
+    },
     "SCORE_USAGE": {
         "prompt_tokens": "active native native native native",
         "missing_inputs": "idle active active active active",

@@ -8,6 +8,7 @@ docstrings.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ def fingerprint(source: str, target: str) -> Fingerprint | None:
 
     A class counts as its header and the names of its members; a function as all it does.
     """
-    nodes = _find(ast.parse(source), split(target)[1])
+    nodes = _find(_tree(source), split(target)[1])
     if not nodes:
         return None
     whole = "".join(_class_shape(n) if isinstance(n, ast.ClassDef) else _normal(n) for n in nodes)
@@ -85,7 +86,7 @@ def fingerprint(source: str, target: str) -> Fingerprint | None:
 
 def first_difference(source: str, target: str, recorded: Fingerprint) -> int:
     """Line of ``source`` at which ``target`` begins to differ from the recorded one."""
-    nodes = _find(ast.parse(source), split(target)[1])
+    nodes = _find(_tree(source), split(target)[1])
     current = list(itertools.chain.from_iterable(_statements(node) for node in nodes))
     line = nodes[0].lineno
     for node, old in itertools.zip_longest(current, recorded.split()):
@@ -95,6 +96,12 @@ def first_difference(source: str, target: str, recorded: Fingerprint) -> int:
         if _digest(_header(node), Fingerprint.WIDTH) != old:
             return line
     return nodes[0].lineno
+
+
+@functools.lru_cache(maxsize=4)
+def _tree(source: str) -> ast.Module:
+    """The syntax tree of a source; the targets of a file are asked for one after another."""
+    return ast.parse(source)
 
 
 def _digest(text: str, width: int) -> str:
