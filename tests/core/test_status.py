@@ -81,6 +81,7 @@ class Running:
 
 def only_directory(patch: pytest.MonkeyPatch, path: Path) -> None:
     """Have reports written to and read from one place, whatever else runs on this machine."""
+    (path / "elsewhere").mkdir()
     patch.setenv("XDG_RUNTIME_DIR", str(path))
     patch.setenv("TMPDIR", str(path / "elsewhere"))
     patch.setattr(tempfile, "tempdir", str(path / "elsewhere"))
@@ -181,7 +182,6 @@ def test_the_directory_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_server_without_the_logins_runtime_directory_is_found(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "elsewhere").mkdir()
     with monkeypatch.context() as patch:
         patch.delenv("XDG_RUNTIME_DIR")
         running = run("one", "active")

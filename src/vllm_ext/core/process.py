@@ -81,7 +81,8 @@ class Process:
         self._tell_all()
         self._publish()
         if self.first:
-            prune()
+            with _contained("through old reports"):
+                prune()
 
     def stop(self) -> None:
         """Take everything back: finder, callback, report and, newest first, all parts."""
