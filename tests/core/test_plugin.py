@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,10 @@ from tests.beds.snapshot import differences, snapshot
 from tests.conftest import FEATURES
 from vllm_ext import plugin
 from vllm_ext.core import caches, process, release
-from vllm_ext.core.feature import Verdict
+from vllm_ext.core.effects import PAGE
+from vllm_ext.core.feature import Verdict, effect
 from vllm_ext.core.process import StartRefused
+from vllm_ext.core.report import reports
 from vllm_ext.settings import variables
 
 TARGET = "vllm.entrypoints.pooling.scoring.serving"
@@ -307,3 +310,31 @@ def test_a_misspelt_variable_is_told_once(
 
 def test_the_logger_is_a_child_of_vllms() -> None:
     assert process.logger.name.startswith("vllm.")
+
+
+def test_a_forked_child_reports_when_it_looks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the EngineCore of a forking LLM() does: it inherits the patches, not the report."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    plugin.register()
+    effect("TEST.part", 3)
+    told, tell = os.pipe()
+    ended, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        effect("TEST.part", 1)
+        os.write(tell, b".")
+        os.read(ended, 1)
+        os._exit(0)
+    assert os.read(told, 1) == b"."
+    found = {report.pid: report for report in reports()}
+    os.write(end, b".")
+    os.waitpid(child, 0)
+    PAGE.restart()
+    assert found[child].effects["TEST.part"] == 1
+    assert found[os.getpid()].effects["TEST.part"] == 3
+    assert found[child].parts == found[os.getpid()].parts
+    for descriptor in (told, tell, ended, end):
+        os.close(descriptor)

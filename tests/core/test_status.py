@@ -151,7 +151,7 @@ def test_a_killed_process_is_told_for_an_hour_then_pruned(
     assert [process.state for process in server.processes] == ["ended"]
     assert not server.live and server.problems == []
     monkeypatch.setattr(report, "ENDED_KEPT_S", -1.0)
-    assert servers() == []
+    assert servers() == [], "a server prunes as well, once it has started"
     assert list((tmp_path / "vllm-ext").iterdir()) == []
 
 

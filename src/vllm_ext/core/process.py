@@ -40,7 +40,7 @@ class Process:
         self.installed = installed
         self.first = first
         self.stopped = False
-        self._unpublished = False
+        self._unpublished = self._pruned = False
         self.settings = self._settings(features)
         self.planned = plan(features, self.settings, installed)
         self.ledger = Ledger(self.planned, installed.root)
@@ -80,9 +80,6 @@ class Process:
         os.register_at_fork(after_in_child=self._forked)
         self._tell_all()
         self._publish()
-        if self.first:
-            with _contained("through old reports"):
-                prune()
 
     def stop(self) -> None:
         """Take everything back: finder, callback, report and, newest first, all parts."""
@@ -156,6 +153,10 @@ class Process:
         # vLLM collects fully when an engine or server has started, and now and then afterwards.
         if phase == "stop" and info.get("generation") == 2:
             self.look_again()
+            if self.first and not self._pruned:
+                self._pruned = True
+                with _contained("through old reports"):
+                    prune()
 
     def _tell_all(self) -> None:
         groups: dict[Verdict, list[str]] = {}
