@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
-from vllm_ext.names import DISABLE, PREFIX, SERVER_ID
+from vllm_ext.names import DISABLE, PREFIX, SERVER_ID, STRICT
 
 _process: Any = None
 
@@ -35,10 +35,16 @@ def register() -> None:
     try:
         _process = _start(first)
     except Exception as error:
-        if first and (isinstance(error, StartRefused) or _something_asked_for()):
+        asked = [] if isinstance(error, StartRefused) else _asked_for()
+        if first and (isinstance(error, StartRefused) or asked):
             # The next attempt in this process is a first one again.
             os.environ.pop(SERVER_ID, None)
-            sentence = str(error) or type(error).__name__
+            sentence = str(error)
+            if asked:
+                sentence = (
+                    f"{asked[0]}=1 can't be honoured, the plugin could not start "
+                    f"({type(error).__name__}: {error}); unset it to start without the plugin."
+                )
             if is_server_command():
                 raise SystemExit(f"vllm-ext: {sentence}") from None
             raise StartRefused(sentence) from None
@@ -74,9 +80,16 @@ def _set_by_operator() -> list[str]:
     return [name for name in os.environ if name.startswith(PREFIX)]
 
 
-def _something_asked_for() -> bool:
-    """Whether a switch is set to 1, so that an error at the start must not be passed over."""
-    return any(os.environ[name].strip() == "1" for name in _set_by_operator())
+def _asked_for() -> list[str]:
+    """The switches that are set to 1, for which an error at the start must not be passed over."""
+    try:
+        from vllm_ext import features
+        from vllm_ext.core.plan import catalogue
+
+        names = [STRICT, *(feature.toggle for feature in catalogue(features))]
+    except Exception:  # the catalogue itself may be what is broken
+        names = _set_by_operator()
+    return [name for name in names if os.environ.get(name, "").strip() == "1"]
 
 
 def _make_known(names: Iterable[str]) -> None:

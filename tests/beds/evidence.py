@@ -65,7 +65,7 @@ class Evidence:
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write the evidence of the area; a run without an area writes none."""
-        if not self._area:
+        if not self._area or exitstatus == pytest.ExitCode.INTERRUPTED:
             return
         FOLDER.mkdir(parents=True, exist_ok=True)
         data: dict[str, Any] = {

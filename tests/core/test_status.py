@@ -9,14 +9,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_ext.core import report
+from vllm_ext.core.effects import PAGE
 from vllm_ext.core.metrics import EffectCollector
-from vllm_ext.core.report import ReportError, _ranks, directory
+from vllm_ext.core.report import Reporter, ReportError, _elsewhere, _ranks, directory
 from vllm_ext.core.status import servers
 
 # A stand-in for a server's process tree: what vLLM is in it doesn't matter here.
@@ -219,6 +221,10 @@ def test_a_process_in_another_pid_namespace_is_left_alone(run: Any, tmp_path: Pa
     (server,) = servers()
     assert [process.state for process in server.processes] == ["live"]
     assert json.loads(path.read_text())["ended"] is None
+    # As after a container was killed and started again: another namespace, and nobody counts.
+    os.kill(running.process.pid, signal.SIGKILL)
+    running.process.wait()
+    assert [process.state for process in servers()[0].processes] == ["ended"]
 
 
 @pytest.mark.parametrize(
@@ -229,11 +235,38 @@ def test_a_process_in_another_pid_namespace_is_left_alone(run: Any, tmp_path: Pa
         (["vllm", "serve", "m", "-tp4", "--pipeline_parallel_size=2"], 8),
         (["vllm", "serve", "m", "--tensor-parallel-size=2", "-dp", "3"], 6),
         (["vllm", "serve", "m", "--enable-dp", "3"], 1),
+        (["vllm", "serve", "m", "-tp", "2", "--prefill-context-parallel-size", "2"], 4),
+        (["vllm", "serve", "m", "--config", "server.yaml"], None),
         (["python", "notebook"], None),
     ],
 )
 def test_ranks_are_told_by_the_arguments(arguments: list[str], ranks: int | None) -> None:
     assert _ranks(arguments) == ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "elsewhere"),
+    [
+        (["serve", "m"], False),
+        (["serve", "m", "--distributed-executor-backend=ray"], True),
+        (["serve", "m", "--data-parallel-backend", "ray"], True),
+        (["serve", "m", "--nnodes", "2"], True),
+    ],
+)
+def test_other_hosts_are_told_by_the_arguments(arguments: list[str], elsewhere: bool) -> None:
+    assert _elsewhere(arguments) is elsewhere
+
+
+def test_threads_may_publish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_directory(monkeypatch, tmp_path)
+    mine = Reporter("one", "0.29.0")
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda at: mine.publish([]), range(400)))
+        assert len(list((tmp_path / "vllm-ext").iterdir())) == 2
+    finally:
+        mine.remove()
+        PAGE.restart()
 
 
 def test_nothing_secret_is_written(run: Any, tmp_path: Path) -> None:

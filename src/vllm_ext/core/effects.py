@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import struct
@@ -52,6 +54,9 @@ class Page:
         try:
             # A page without room on the disk would end the process by SIGBUS when it is written.
             os.posix_fallocate(descriptor, 0, SIZE)
+            # Kept by the mapping until we end: tells readers in other pid namespaces that we live.
+            with contextlib.suppress(OSError):  # not every file system has locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with self._lock:
                 shared = mmap.mmap(descriptor, SIZE)
                 shared[:] = self._map[:]
@@ -69,6 +74,18 @@ class Page:
     def read(self) -> dict[str, int]:
         """All counters, by name."""
         return decode(self._map[:])
+
+
+def in_use(path: Path) -> bool:
+    """Whether the process that counts on the page at ``path`` lives, in whatever namespace."""
+    try:
+        with path.open("rb") as page:
+            fcntl.flock(page, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def decode(page: bytes) -> dict[str, int]:

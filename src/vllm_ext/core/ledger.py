@@ -322,7 +322,7 @@ def _inside(value: Any) -> list[Any]:
         return list(value.values() if isinstance(value, dict) else value)
     try:
         proxied = object.__getattribute__(value, "__wrapped__")
-    except AttributeError:
+    except Exception:  # a property of somebody else's may raise anything
         return []
     return [proxied] if isinstance(proxied, FunctionType) else []
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_ext.core.report import reports
+from vllm_ext.core.status import verdict
 from vllm_ext.names import SERVER_ID
 
 logger = logging.getLogger("vllm.vllm_ext")
@@ -20,7 +21,7 @@ class EffectCollector:
     """A Prometheus collector over all processes of this server on this host.
 
     ``vllm_ext_effects_total{feature,part}`` and ``vllm_ext_feature_info{feature,part,verdict,...}``
-    with the verdicts of the process that answers.
+    with the verdicts of the process that answers, and what can't be honoured in any other.
     """
 
     def collect(self) -> Iterator[Any]:
@@ -40,14 +41,16 @@ class EffectCollector:
             "vllm_ext_feature", "Verdicts of vllm-ext", labels=["feature", "part"]
         )
         total: Counter[str] = Counter()
+        told: set[tuple[str, str, str, str]] = set()
         for report in reports(os.environ.get(SERVER_ID, "none")):
             total.update(report.effects)
-            if report.pid != os.getpid():
-                continue
-            for part_id, (verdict, _) in report.parts.items():
-                total.setdefault(part_id, 0)
-                labels = {"verdict": verdict, "vllm": report.vllm, "plugin": report.plugin}
-                info.add_metric(part_id.split("."), labels)
+            own = report.pid == os.getpid() and report.here
+            for part_id, (word, _) in report.parts.items() if own or report.live else ():
+                if own or not verdict(word).honoured:
+                    total.setdefault(part_id, 0)
+                    told.add((part_id, word, report.vllm, report.plugin))
+        for part_id, word, vllm, plugin in sorted(told):
+            info.add_metric(part_id.split("."), {"verdict": word, "vllm": vllm, "plugin": plugin})
         for part_id, count in sorted(total.items()):
             effects.add_metric(part_id.split("."), count)
         return [effects, info] if total else []

@@ -116,6 +116,7 @@ class Process:
     def _publish(self) -> None:
         try:
             self.report.publish(self.ledger.planned())
+            self._unpublished = False
         except Exception as error:  # whatever goes wrong with a report, vLLM must go on
             # Told once: a full disk must not fill the log as well.
             level = logging.DEBUG if self._unpublished else logging.WARNING
@@ -140,8 +141,10 @@ class Process:
                     entry.waiting.discard(name)
                     if not entry.waiting:
                         self._apply(part_id)
-            self.reread()
-            self._publish()
+            try:
+                self.reread()
+            finally:
+                self._publish()
 
     def _apply(self, part_id: str) -> None:
         judgement = self.ledger.apply(part_id)

@@ -11,6 +11,7 @@ import re
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from vllm_ext import __version__
-from vllm_ext.core.effects import PAGE, decode
+from vllm_ext.core.effects import PAGE, decode, in_use
 from vllm_ext.core.plan import Planned
 
 ENDED_KEPT_S = 3600.0
@@ -28,7 +29,9 @@ _RANK_OPTIONS = (
     ("--tensor-parallel-size", "-tp"),
     ("--pipeline-parallel-size", "-pp"),
     ("--data-parallel-size", "-dp"),
+    ("--prefill-context-parallel-size", "-pcp"),
 )
+_BACKENDS = ("--distributed-executor-backend", "--data-parallel-backend")
 
 
 class ReportError(RuntimeError):
@@ -39,8 +42,9 @@ class ReportError(RuntimeError):
 class ProcessReport:
     """What one process tells. ``parts``: verdict and reason by ``FEATURE.part``.
 
-    ``ranks`` is the world size by the arguments of a ``vllm serve``, None elsewhere; ``ended`` the
-    time at which somebody first found the process gone; ``effects`` is read from the page beside.
+    ``ranks`` is the world size by the arguments of a ``vllm serve``, None where they don't tell;
+    ``elsewhere``: ranks may run on other hosts; ``ended`` the time at which somebody first found
+    the process gone. ``effects`` and ``counting`` are read from the page beside.
     """
 
     server: str
@@ -52,19 +56,26 @@ class ProcessReport:
     plugin: str
     serves: bool
     ranks: int | None
-    ray: bool
+    elsewhere: bool
     parts: dict[str, tuple[str, str]]
     ended: float | None = None
     effects: dict[str, int] = field(default_factory=dict)
+    counting: bool = False
+
+    @property
+    def here(self) -> bool:
+        """Whether its pid means something in this pid namespace."""
+        return self.namespace == _namespace()
 
     @property
     def live(self) -> bool:
-        """Whether the process still runs; one in another pid namespace can't be looked at."""
-        return self.namespace != _namespace() or started(self.pid) == self.started
+        """Whether the process still runs, by its start time or, from elsewhere, by its lock."""
+        return started(self.pid) == self.started if self.here else self.counting
 
     def to_json(self) -> str:
-        """The report as JSON, without the counters."""
-        return json.dumps({k: v for k, v in asdict(self).items() if k != "effects"})
+        """The report as JSON, without what is read from the page beside it."""
+        beside = ("effects", "counting")
+        return json.dumps({k: v for k, v in asdict(self).items() if k not in beside})
 
     @classmethod
     def from_json(cls, text: str) -> ProcessReport | None:
@@ -125,32 +136,34 @@ def _is_ours(path: Path) -> bool:
 
 def reports(server: str | None = None) -> Iterator[ProcessReport]:
     """The reports of this user's processes, of one server or of all, with their counters."""
+    return (report for _, report in _found(server) if server in (None, report.server))
+
+
+def _found(server: str | None = None) -> Iterator[tuple[Path, ProcessReport]]:
     pattern = f"{glob.escape(server)}.*.json" if server else "*.json"
-    for folder in directories():
-        for path in sorted(folder.glob(pattern)):
-            with contextlib.suppress(OSError):
-                report = ProcessReport.from_json(path.read_text("utf-8", "replace"))
-                if report is None or server not in (None, report.server):
-                    continue
-                with contextlib.suppress(OSError):
-                    report.effects = decode(path.with_suffix(".counters").read_bytes())
-                yield report
+    paths = [path for folder in directories() for path in sorted(folder.glob(pattern))]
+    for path in paths:
+        page = path.with_suffix(".counters")
+        with contextlib.suppress(OSError):
+            report = ProcessReport.from_json(path.read_text("utf-8", "replace"))
+            if report is not None:
+                report.counting = in_use(page)
+                report.effects = decode(page.read_bytes()) if page.is_file() else {}
+                yield path, report
 
 
 def prune() -> None:
     """Mark reports of processes that are gone; drop those marked more than an hour ago."""
-    for folder in directories():
-        for path in folder.glob("*.json"):
-            with contextlib.suppress(OSError):
-                report = ProcessReport.from_json(path.read_text("utf-8", "replace"))
-                if report is None or report.live:
-                    continue
-                report.ended = report.ended or time.time()
-                if time.time() - report.ended > ENDED_KEPT_S:
-                    path.unlink()
-                    path.with_suffix(".counters").unlink(missing_ok=True)
-                else:
-                    _write(path, report)
+    for path, report in _found():
+        if report.live:
+            continue
+        report.ended = report.ended or time.time()
+        with contextlib.suppress(OSError):
+            if time.time() - report.ended > ENDED_KEPT_S:
+                path.unlink()
+                path.with_suffix(".counters").unlink(missing_ok=True)
+            else:
+                _write(path, report)
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -200,8 +213,8 @@ def _value(arguments: list[str], names: tuple[str, ...]) -> str | None:
 
 
 def _ranks(arguments: list[str]) -> int | None:
-    """World size by the arguments of a ``vllm serve``, None for other programs."""
-    if "serve" not in arguments:
+    """World size by the arguments of a ``vllm serve``, None where they don't tell."""
+    if "serve" not in arguments or _value(arguments, ("--config",)):
         return None
     sizes = (_value(arguments, names) or "1" for names in _RANK_OPTIONS)
     ranks = 1
@@ -210,11 +223,21 @@ def _ranks(arguments: list[str]) -> int | None:
     return ranks
 
 
+def _elsewhere(arguments: list[str]) -> bool:
+    """Whether ranks may run on other hosts, by the arguments of a ``vllm serve``."""
+    ray = any(_value(arguments, (name,)) == "ray" for name in _BACKENDS)
+    nodes = _value(arguments, ("--nnodes",)) or "1"
+    return ray or nodes != "1" or bool(_value(arguments, ("--data-parallel-size-local",)))
+
+
 def _write(path: Path, report: ProcessReport) -> None:
     """A reader sees the old text or the new one, never a part."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(report.to_json())
-    scratch.replace(path)
+    try:
+        scratch.write_text(report.to_json())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 class Reporter:
@@ -224,11 +247,21 @@ class Reporter:
         self._server = server
         self._version = version
         self._path: Path | None = None
+        self._lock = threading.Lock()
         self.role = ""
         self.pid = 0
 
     def publish(self, planned: Iterable[Planned]) -> None:
         """Write the verdicts, atomically; raises ReportError or OSError if that can't be done."""
+        # Imports and garbage collections publish, in whatever thread they happen.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._publish(planned)
+        finally:
+            self._lock.release()
+
+    def _publish(self, planned: Iterable[Planned]) -> None:
         fresh = self._path is None
         path = self._path or directory() / f"{self._server}.{os.getpid()}.json"
         self.role, self.pid = title(os.getpid()), os.getpid()
@@ -243,7 +276,7 @@ class Reporter:
             plugin=__version__,
             serves="serve" in arguments,
             ranks=_ranks(arguments),
-            ray=_value(arguments, ("--distributed-executor-backend",)) == "ray",
+            elsewhere=_elsewhere(arguments),
             parts={e.id: (e.judgement.verdict.value, e.judgement.reason) for e in planned},
         )
         _write(path, report)
@@ -257,6 +290,7 @@ class Reporter:
     def restart(self) -> None:
         """In a forked child: patches came along, the report and the counters are its own."""
         self._path = None
+        self._lock = threading.Lock()
         PAGE.restart()
 
     def remove(self) -> None:

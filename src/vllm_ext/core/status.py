@@ -37,7 +37,7 @@ class ServerStatus:
     plugin: str
     processes: list[ProcessStatus]
     expected_ranks: int | None
-    ray: bool
+    elsewhere: bool
 
     @property
     def live(self) -> bool:
@@ -51,7 +51,7 @@ class ServerStatus:
         # With one rank per engine the engine works itself.
         seen = sum("Worker" in role for role in live) or sum("EngineCore" in role for role in live)
         told = f"{seen} of {self.expected_ranks} ranks" if self.expected_ranks else f"{seen} ranks"
-        return f"{told}; other hosts not visible" if self.ray else told
+        return f"{told}; other hosts not visible" if self.elsewhere else told
 
     @property
     def problems(self) -> list[str]:
@@ -93,14 +93,15 @@ def _server(server: str, found: list[ProcessReport]) -> ServerStatus:
         id=server,
         vllm=first.vllm,
         plugin=first.plugin,
-        processes=processes + _silent({report.pid for report in found if report.live}),
+        processes=processes
+        + _silent({report.pid for report in found if report.live and report.here}),
         expected_ranks=first.ranks,
-        ray=first.ray,
+        elsewhere=first.elsewhere,
     )
 
 
 def _process(report: ProcessReport, first: ProcessReport) -> ProcessStatus:
-    role = (title(report.pid) if report.live else "") or report.role
+    role = (title(report.pid) if report.live and report.here else "") or report.role
     if not role:
         role = "child" if report is not first else "APIServer" if report.serves else "main"
     state = "live" if report.live else "ended"
