@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -26,7 +27,12 @@ def register() -> None:
     if os.environ.get(DISABLE, "").strip() == "1":
         _make_known(_set_by_operator())
         return
-    from vllm_ext.core.process import StartRefused, claim_server, is_server_command, logger
+    try:
+        from vllm_ext.core.process import StartRefused, claim_server, is_server_command, logger
+    except Exception:
+        damaged = "vllm-ext is damaged in this environment, install it again; vLLM runs without it"
+        logging.getLogger("vllm.vllm_ext").exception(damaged)
+        return
 
     if _process is not None:
         _process.look_again()

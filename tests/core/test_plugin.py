@@ -173,6 +173,14 @@ def test_no_exception_gets_out_in_auto_mode(
     assert any("vLLM runs without it" in line for line in _lines(log, logging.ERROR))
 
 
+def test_a_damaged_installation_does_not_stop_vllm(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_ext.core.process", None)
+    plugin.register()
+    assert any("is damaged" in line for line in _lines(log, logging.ERROR))
+
+
 def test_the_first_process_refuses_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_EXT_SCORE_USAGE", "maybe")
     with pytest.raises(StartRefused, match="VLLM_EXT_SCORE_USAGE is 'maybe'"):
