@@ -278,6 +278,9 @@ def main() -> int:
             missing = [release for release in SOURCES if not is_complete(release)]
             if missing:
                 lay_out_all(missing, cache)
+    except KeyboardInterrupt:
+        console.print("releases: stopped; run `make install` again, it goes on from here.")
+        return 130
     except LayoutError as error:
         console.print(f"releases: {error}", style="red", markup=False)
         return 1

@@ -105,9 +105,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         running.process.communicate()
 
 
+_COMMAND = str(Path(sys.executable).with_name("vllm-ext"))
+
+
 def _command() -> subprocess.CompletedProcess[str]:
-    command = str(Path(sys.executable).with_name("vllm-ext"))
-    return subprocess.run([command, "status", "--json"], capture_output=True, text=True)
+    return subprocess.run([_COMMAND, "status", "--json"], capture_output=True, text=True)
 
 
 def test_processes_are_grouped_by_server_and_a_difference_is_red(run: Any) -> None:
@@ -242,6 +244,45 @@ def test_a_process_in_another_pid_namespace_is_left_alone(run: Any, tmp_path: Pa
 )
 def test_ranks_are_told_by_the_arguments(arguments: list[str], ranks: int | None) -> None:
     assert _ranks(arguments) == ranks
+
+
+TIDY = """
+mine.remove()
+first = Reporter(f"{os.getpid()}-1", "0.29.0")
+first.publish(planned(Verdict(sys.argv[2])))
+say("ready")
+sys.stdin.readline()
+"""
+
+
+def test_the_first_process_takes_the_reports_of_killed_children_along(
+    run: Any, tmp_path: Path
+) -> None:
+    """As at every ordinary stop of vLLM, which kills its engine and workers."""
+    first = run("one", "active", TIDY)
+    worker, other = run(f"{first.process.pid}-1", "active"), run("two", "active")
+    for running in (first, worker, other):
+        running.line()
+    worker.process.kill()
+    worker.process.wait()
+    first.process.communicate("\n")
+    left = sorted(path.name for path in (tmp_path / "vllm-ext").iterdir())
+    pid = other.process.pid
+    assert left == [f"two.{pid}.counters", f"two.{pid}.json"]
+
+
+def test_reports_of_another_version_are_told_and_dropped_after_a_day(
+    run: Any, tmp_path: Path
+) -> None:
+    running = run("one", "active")
+    running.line()
+    path = tmp_path / "vllm-ext" / "old.1.json"
+    path.write_text("{}")
+    shown = subprocess.run([_COMMAND, "status"], capture_output=True, text=True)
+    assert "1 reports of another vllm-ext version" in shown.stdout and path.exists()
+    os.utime(path, (0, 0))
+    servers()
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(

@@ -267,3 +267,7 @@ def _print(
         console.print(told, soft_wrap=True)
     for sentence in sentences:
         console.print(Text(sentence, style="bold red"), soft_wrap=True)
+    if not sentences:
+        judged = [worst(e.judgement for e in entries) for entries in by_feature(planned).values()]
+        on = sum(judgement.verdict.in_force for judgement in judged)
+        console.print(f"{on} of {len(judged)} features will be in force.", highlight=False)

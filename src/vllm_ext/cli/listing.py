@@ -92,6 +92,11 @@ def list_features(as_json: bool) -> None:
         "active: vLLM lacks it, we bring it; native: vLLM has it, we stand aside", style="dim"
     )
     console.print(
+        "idle: nothing to do there; option: off until you set it; a feature's own row shows the "
+        "part that needs most attention.",
+        style="dim",
+    )
+    console.print(
         "vllm-ext explain FEATURE tells more; vllm-ext doctor looks at this machine.", style="dim"
     )
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_ext.cli.style import coloured
-from vllm_ext.core.feature import Judgement, worst
-from vllm_ext.core.report import directories
+from vllm_ext.core.feature import Judgement, Verdict, worst
+from vllm_ext.core.report import directories, unreadable
 from vllm_ext.core.status import ProcessStatus, ServerStatus, servers, verdict
 
 _STATES = {"live": "green", "ended": "dim", "no report": "bold red"}
@@ -65,18 +65,22 @@ def _print(shown: list[ServerStatus], hidden: int) -> None:
         console.print("No vLLM process of this user and host has the plugin in it.")
         console.print(f"Looked in: {looked}", style="dim", highlight=False)
     for server in shown:
-        table = Table(
-            title=f"Server {server.id}: vLLM {server.vllm}, "
-            f"vllm-ext {server.plugin}, {server.ranks}",
-            title_justify="left",
+        console.print(
+            f"Server {server.id}: vLLM {server.vllm}, vllm-ext {server.plugin}, {server.ranks}",
+            style="bold",
+            highlight=False,
         )
-        for heading in ("Pid", "Role", "State", "In force", "Not in force", "Effects"):
+        table = Table()
+        for heading in ("Pid", "Role", "State", "Features", "Effects"):
             table.add_column(heading, overflow="fold")
         for process in server.processes:
             table.add_row(*_row(process))
+            table.add_section()
         console.print(table)
         for sentence in server.problems:
-            console.print(Text(sentence, style="bold red"))
+            console.print(Text(sentence, style="bold red"), soft_wrap=True)
+    if others := unreadable():
+        console.print(f"{others} reports of another vllm-ext version are not shown.", style="dim")
     if hidden:
         console.print(
             f"{hidden} ended: vllm-ext status --ended shows what they counted.", style="dim"
@@ -84,18 +88,21 @@ def _print(shown: list[ServerStatus], hidden: int) -> None:
 
 
 def _row(process: ProcessStatus) -> list[Text]:
-    good, other = Text(), Text()
+    by_verdict: dict[Verdict, list[str]] = {}
     for feature, parts in _features(process).items():
         judged = worst(Judgement(verdict(process.parts[p][0]), "") for p in parts).verdict
-        cell = good if judged.in_force else other
-        cell.append(f"{feature} ").append(coloured(judged)).append("\n")
-    effects = "\n".join(f"{part} {count}" for part, count in process.effects.items() if count)
+        by_verdict.setdefault(judged, []).append(feature)
+    features = Text("\n").join(
+        Text.assemble(coloured(word), f": {', '.join(by_verdict[word])}")
+        for word in Verdict
+        if word in by_verdict
+    )
+    effects = "\n".join(f"{count} {part}" for part, count in process.effects.items() if count)
     style = "bold red" if process.lacks or process.state == "no report" else ""
     return [
         Text(str(process.pid), style),
         Text(process.role, style),
         Text(process.state, _STATES[process.state]),
-        good,
-        other,
+        features,
         Text(effects),
     ]

@@ -23,6 +23,7 @@ from vllm_ext.core.effects import PAGE, decode, in_use
 from vllm_ext.core.plan import Planned
 
 ENDED_KEPT_S = 3600.0
+UNREADABLE_KEPT_S = 24 * 3600.0
 # vLLM titles its processes PREFIX::Name.
 _TITLE = re.compile(r"^[^\s:]*::(?P<role>\S+)")
 _RANK_OPTIONS = (
@@ -139,10 +140,18 @@ def reports(server: str | None = None) -> Iterator[ProcessReport]:
     return (report for _, report in _found(server) if server in (None, report.server))
 
 
-def _found(server: str | None = None) -> Iterator[tuple[Path, ProcessReport]]:
+def unreadable() -> int:
+    """How many reports there are that this version of the plugin can't read."""
+    return len(_paths()) - len(list(_found()))
+
+
+def _paths(server: str | None = None) -> list[Path]:
     pattern = f"{glob.escape(server)}.*.json" if server else "*.json"
-    paths = [path for folder in directories() for path in sorted(folder.glob(pattern))]
-    for path in paths:
+    return [path for folder in directories() for path in sorted(folder.glob(pattern))]
+
+
+def _found(server: str | None = None) -> Iterator[tuple[Path, ProcessReport]]:
+    for path in _paths(server):
         page = path.with_suffix(".counters")
         with contextlib.suppress(OSError):
             report = ProcessReport.from_json(path.read_text("utf-8", "replace"))
@@ -153,17 +162,31 @@ def _found(server: str | None = None) -> Iterator[tuple[Path, ProcessReport]]:
 
 
 def prune() -> None:
-    """Mark reports of processes that are gone; drop those marked more than an hour ago."""
-    for path, report in _found():
+    """Mark reports of processes that are gone; drop those marked more than an hour ago.
+
+    Those of other plugin versions are dropped a day after their process last used the page.
+    """
+    readable = dict(_found())
+    for path in _paths():
+        with contextlib.suppress(OSError):
+            page = path.with_suffix(".counters")
+            old = time.time() - path.stat().st_mtime > UNREADABLE_KEPT_S
+            if path not in readable and old and not in_use(page):
+                _drop(path)
+    for path, report in readable.items():
         if report.live:
             continue
         report.ended = report.ended or time.time()
         with contextlib.suppress(OSError):
             if time.time() - report.ended > ENDED_KEPT_S:
-                path.unlink()
-                path.with_suffix(".counters").unlink(missing_ok=True)
+                _drop(path)
             else:
                 _write(path, report)
+
+
+def _drop(path: Path) -> None:
+    for file in (path, path.with_suffix(".counters")):
+        file.unlink(missing_ok=True)
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -241,7 +264,10 @@ def _write(path: Path, report: ProcessReport) -> None:
 
 
 class Reporter:
-    """Keeps the report of this process: ``<server>.<pid>.json`` and ``.counters``."""
+    """Keeps the report of this process: ``<server>.<pid>.json`` and ``.counters``.
+
+    The server's first process, whose pid its id begins with, tidies up after the others.
+    """
 
     def __init__(self, server: str, version: str) -> None:
         self._server = server
@@ -298,6 +324,10 @@ class Reporter:
         # A forked child that runs our exit handlers must not take its parent's files away.
         if self._path is None or self._path.stem != f"{self._server}.{os.getpid()}":
             return
-        for path in (self._path, self._path.with_suffix(".counters")):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            _drop(self._path)
+            # vLLM kills its engine and workers at an ordinary stop: they can't do it themselves.
+            first = self._server.partition("-")[0] == str(os.getpid())
+            for path, report in _found(self._server) if first else ():
+                if not report.live:
+                    _drop(path)
