@@ -80,7 +80,7 @@ def _print(shown: list[ServerStatus], hidden: int) -> None:
         for sentence in server.problems:
             console.print(Text(sentence, style="bold red"), soft_wrap=True)
     if others := unreadable():
-        console.print(f"{others} reports of another vllm-ext version are not shown.", style="dim")
+        console.print(f"Reports of another vllm-ext version, not shown: {others}.", style="dim")
     if hidden:
         console.print(
             f"{hidden} ended: vllm-ext status --ended shows what they counted.", style="dim"
