@@ -73,6 +73,6 @@ def test_a_full_disk_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
     script = (
         program.format(tmp_path) + f"exec {sys.executable} -c {shlex.quote(FULL)} {tmp_path}/page"
     )
-    done = subprocess.run(["unshare", "-m", "bash", "-c", script], capture_output=True, text=True)
+    done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert done.stdout.strip() == "No space left on device; counted 2"
