@@ -33,8 +33,8 @@ class Settings:
 
     def option(self, feature: Feature, name: str) -> Any:
         """Value of one of the feature's options."""
-        default = next(option.default for option in feature.options if option.name == name)
-        return self.options.get(feature.variable(name), default)
+        defaults = {option.name: option.default for option in feature.options}
+        return self.options.get(feature.variable(name), defaults[name])
 
 
 def variables(features: Iterable[Feature]) -> list[str]:
@@ -87,7 +87,7 @@ def _switch(name: str, value: str | None, errors: list[str]) -> bool:
     return value == ON
 
 
-def _option(name: str, value: str, kind: type, default: Any, errors: list[str]) -> Any:
+def _option(name: str, value: str, kind: Any, default: Any, errors: list[str]) -> Any:
     from pydantic import TypeAdapter, ValidationError  # only paid for when an option is set
 
     try:

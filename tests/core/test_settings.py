@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 
 from tests.conftest import FEATURES
+from vllm_ext.core.feature import Option
 from vllm_ext.settings import SettingsError, read, variables
 
 ALL = list(FEATURES.values())
@@ -65,3 +69,34 @@ def test_every_variable_is_known_once() -> None:
     assert len(names) == len(set(names))
     assert all(name.startswith("VLLM_EXT_") for name in names)
     assert read(dict.fromkeys(names, ""), ALL).unknown == ()
+
+
+def test_a_behaviour_reads_its_option_anew_when_the_variable_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variable = USAGE.variable("CACHED_TOKENS")
+    monkeypatch.delenv(variable, raising=False)
+    assert USAGE.setting("CACHED_TOKENS") is False
+    monkeypatch.setenv(variable, "1")
+    assert USAGE.setting("CACHED_TOKENS") is True
+    monkeypatch.setenv(variable, "often")
+    with pytest.raises(SettingsError, match=variable):
+        USAGE.setting("CACHED_TOKENS")
+    monkeypatch.delenv(variable)
+    with pytest.raises(KeyError):
+        USAGE.setting("NO_SUCH_OPTION")
+
+
+@pytest.mark.parametrize(
+    ("kind", "takes"), [(int, "int"), (bool, "bool"), (Literal["clamp", "error"], "clamp or error")]
+)
+def test_an_option_says_what_it_takes(kind: object, takes: str) -> None:
+    assert Option("NAME", kind, None, "What it does.").takes == takes
+
+
+def test_a_choice_is_validated_and_its_values_are_named() -> None:
+    policy = Option("POLICY", Literal["clamp", "error"], "clamp", "What happens.")
+    feature = replace(USAGE, options=(policy,))
+    assert read({feature.variable(policy): "error"}, [feature]).option(feature, "POLICY") == "error"
+    with pytest.raises(SettingsError, match="takes 'clamp' or 'error'"):
+        read({feature.variable(policy): "drop"}, [feature])

@@ -15,7 +15,6 @@ from tests.beds.load_failures import (
     right_answer,
 )
 from tests.beds.registered import registered
-from vllm_ext.features.scheduling import hybrid_load_failure
 
 HYBRIDS = (("full", "window"), ("full", "mamba"), ("full", "window", "mamba"))
 RETRIES = "VLLM_EXT_HYBRID_LOAD_FAILURE_RETRIES"
@@ -28,7 +27,6 @@ def patched(installed_release: str, plugin: str) -> Iterator[None]:
     """The process with the plugin registered, or as it came."""
     import vllm.v1.core.sched.scheduler  # noqa: F401
 
-    hybrid_load_failure.failures_allowed.cache_clear()
     with registered(plugin == "with"):
         yield
 
@@ -37,14 +35,7 @@ def patched(installed_release: str, plugin: str) -> Iterator[None]:
 def retries(patched: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
     """The option set to the test's parameter, as in a process that was started with it."""
     monkeypatch.setenv(RETRIES, str(request.param))
-    hybrid_load_failure.failures_allowed.cache_clear()
     return int(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _forget_retries() -> Iterator[None]:
-    yield
-    hybrid_load_failure.failures_allowed.cache_clear()
 
 
 def _with_null(fault: Fault) -> Fault:

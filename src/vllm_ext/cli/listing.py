@@ -48,7 +48,7 @@ def as_data(feature: Feature) -> dict[str, Any]:
     options = [
         {
             "name": feature.variable(option),
-            "type": option.type.__name__,
+            "type": option.takes,
             "default": option.default,
             "summary": option.summary,
         }
@@ -117,7 +117,7 @@ def explain(feature: str) -> None:
     console.print(f"Toggle:   {found.toggle} = auto (default) | 1 | 0", highlight=False)
     for option in found.options:
         console.print(
-            f"Option:   {found.variable(option)} ({option.type.__name__}, default "
+            f"Option:   {found.variable(option)} ({option.takes}, default "
             f"{option.default}): {option.summary}",
             highlight=False,
             soft_wrap=True,

@@ -134,7 +134,7 @@ def _options(feature: Feature) -> str:
     rows = [
         (
             _code(feature.variable(option)),
-            option.type.__name__,
+            option.takes,
             _code(str(int(option.default) if option.type is bool else option.default)),
             _text(option.summary),
         )

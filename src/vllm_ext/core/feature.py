@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_args
 
 from vllm_ext.core.effects import PAGE
 from vllm_ext.core.seams import Seam
@@ -63,12 +64,21 @@ def effect(part_id: str, amount: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """A setting of a feature besides its toggle: ``VLLM_EXT_<FEATURE>_<NAME>``."""
+    """A setting of a feature besides its toggle: ``VLLM_EXT_<FEATURE>_<NAME>``.
+
+    ``type`` is anything pydantic can validate a string against, such as ``int`` or a ``Literal``.
+    """
 
     name: str
-    type: type
+    type: Any
     default: Any
     summary: str
+
+    @property
+    def takes(self) -> str:
+        """The values it takes, in words: a type's name, or the choices of a ``Literal``."""
+        choices = get_args(self.type)
+        return " or ".join(map(str, choices)) if choices else str(self.type.__name__)
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,10 @@ class Part:
         return tuple(dict.fromkeys([*evidence, *self.relies_on]))
 
 
+# The text of a variable and what it was read as.
+_SETTINGS: dict[str, tuple[str | None, Any]] = {}
+
+
 @dataclass(frozen=True)
 class Feature:
     """One fix or capability with one toggle."""
@@ -124,6 +138,21 @@ class Feature:
     def variable(self, option: Option | str) -> str:
         """Name of the environment variable of one of the feature's options."""
         return f"{self.toggle}_{option if isinstance(option, str) else option.name}"
+
+    def setting(self, name: str) -> Any:
+        """Value of one of the feature's options in this process; cheap enough for every step.
+
+        Raises SettingsError if the variable holds a value it can't have, KeyError if there is no
+        such option.
+        """
+        variable = self.variable(name)
+        raw = os.environ.get(variable)
+        held = _SETTINGS.get(variable)
+        if held is None or held[0] != raw:
+            from vllm_ext.settings import read
+
+            held = _SETTINGS[variable] = raw, read(os.environ, [self]).option(self, name)
+        return held[1]
 
     def part_id(self, part: Part) -> str:
         """The part's name in verdicts, counters and release records."""

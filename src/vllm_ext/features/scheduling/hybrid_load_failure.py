@@ -7,8 +7,6 @@ found in the tables of all groups.
 
 from __future__ import annotations
 
-import functools
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -198,22 +196,11 @@ def release_own_reservation(
     return result
 
 
-@functools.cache
-def failures_allowed() -> int:
-    """Failed loads after which a request is computed locally; 0 stands for no bound.
-
-    Raises SettingsError if ``VLLM_EXT_HYBRID_LOAD_FAILURE_RETRIES`` is not a number.
-    """
-    from vllm_ext.settings import read
-
-    return int(read(os.environ, [FEATURE]).option(FEATURE, "RETRIES"))
-
-
 def note_failed_load(request: Any) -> None:
     """Count a failed load of a request that will be looked up again."""
     failures = getattr(request, _FAILED_LOADS, 0) + 1
     setattr(request, _FAILED_LOADS, failures)
-    if 0 < failures_allowed() <= failures:
+    if 0 < FEATURE.setting("RETRIES") <= failures:
         _LOCAL_ONLY.add(request)
 
 
