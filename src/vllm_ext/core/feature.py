@@ -91,6 +91,8 @@ class Part:
     ``inspected`` parts change what vLLM inspects of a model class and caches (capability flags).
     ``probe`` tells, from the behaviour of the unpatched vLLM in the current process, whether
     the release lacks this part (``active``), has it (``native``) or has no use for it (``idle``).
+    ``check`` tells the same in a process in which the part is in force, together with all others,
+    and must then show ``native``; it is left out where the probe itself does.
     """
 
     name: str
@@ -101,6 +103,12 @@ class Part:
     option: str | None = None
     traced: bool = False
     inspected: bool = False
+    check: Callable[[], Judgement] | None = None
+
+    @property
+    def behaviour(self) -> Callable[[], Judgement]:
+        """What shows, on a patched vLLM, whether users have the part."""
+        return self.check or self.probe
 
     @property
     def targets(self) -> tuple[str, ...]:

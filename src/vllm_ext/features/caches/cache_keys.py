@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vllm_ext.core.caches import compile_factors, modelinfo_hash
+from vllm_ext.core.caches import compile_factors, forget, modelinfo_hash, note_inspected
 from vllm_ext.core.feature import Feature, Judgement, Part, Verdict
 from vllm_ext.core.seams import Wrap
 from vllm_ext.names import PREFIX
@@ -46,6 +46,23 @@ def _probe_modelinfos() -> Judgement:
     return Judgement(Verdict.NATIVE, "the key of a model's cached inspection knows the plugins")
 
 
+def _check_modelinfos() -> Judgement:
+    from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+    here, part_id = Path(__file__), "CACHE_KEYS.check"
+    keys = [_LazyRegisteredModel._get_modelinfo_module_hash(here)]
+    note_inspected(part_id, [here])
+    keys.append(_LazyRegisteredModel._get_modelinfo_module_hash(here))
+    forget(part_id)
+    if keys[0] == keys[1]:
+        return Judgement(
+            Verdict.ACTIVE, "a part that changes a model class leaves the key of its inspection"
+        )
+    return Judgement(
+        Verdict.NATIVE, "a part that changes a model class gives its inspection a key of its own"
+    )
+
+
 FEATURE = Feature(
     name="CACHE_KEYS",
     area="caches",
@@ -72,6 +89,7 @@ FEATURE = Feature(
             seams=(Wrap(f"{_LAZY}._get_modelinfo_module_hash", modelinfo_hash),),
             relies_on=(f"{_LAZY}.inspect_model_cls", f"{_LAZY}._load_modelinfo_from_cache"),
             probe=_probe_modelinfos,
+            check=_check_modelinfos,
         ),
     ),
 )

@@ -63,10 +63,12 @@ class Drawing:
 
 
 @contextmanager
-def _watching(skip: bool = False) -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+def _watching(
+    skip: int | None = None,
+) -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     """Collects the uniform_ calls of this thread: tensor, other arguments, keywords.
 
-    ``skip`` leaves the tensors as they are.
+    Tensors of more than ``skip`` elements are left as they are.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -78,7 +80,7 @@ def _watching(skip: bool = False) -> Iterator[list[tuple[Any, tuple[Any, ...], d
         ) -> Any:
             if getattr(function, "__name__", "") == "uniform_":
                 calls.append((args[0], args[1:], kwargs or {}))
-                if skip:
+                if skip is not None and args[0].numel() > skip:
                     return args[0]
             return function(*args, **kwargs or {})
 
@@ -304,10 +306,17 @@ def _nested(*lengths: int) -> Any:
 
 
 def _probe_once() -> Judgement:
+    import torch
+
+    model = _nested(8)
+    # A tensor with gaps: `stream` leaves it alone.
+    tensor = torch.zeros(16)[::2]
+    model[0][0].weight0 = torch.nn.Parameter(tensor)
     with _watching() as calls:
-        _load(_nested(8))
-    told = f"initialisations of a tensor three modules deep: {len(calls)}"
-    return Judgement(Verdict.NATIVE if len(calls) == 1 else Verdict.ACTIVE, told)
+        _load(model)
+    count = sum(drawn.data_ptr() == tensor.data_ptr() for drawn, _, _ in calls)
+    told = f"initialisations of a tensor three modules deep: {count}"
+    return Judgement(Verdict.NATIVE if count == 1 else Verdict.ACTIVE, told)
 
 
 def _probe_constant_fill() -> Judgement:
@@ -326,8 +335,8 @@ def _probe_fp8_scratch() -> Judgement:
     from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
     length = DEVICE_PIECE + 1
-    # The numbers don't matter here, so none are drawn.
-    with _watching(skip=True) as calls:
+    # The numbers of the long tensor don't matter here, so they aren't drawn.
+    with _watching(skip=SAMPLE) as calls:
         initialize_single_dummy_weight(torch.empty(length, dtype=torch.float8_e4m3fn))
     drawn = [(tensor.numel(), tensor.dtype) for tensor, _, _ in calls]
     if not drawn:
@@ -340,9 +349,9 @@ def _probe_fp8_scratch() -> Judgement:
 def _probe_stream() -> Judgement:
     with _watching() as calls:
         _load(_nested(1000, 500))
-    # By place, since releases without `once` draw a tensor several times.
+    # By place, since releases without `once` draw a tensor several times; less our own samples.
     places = {(tensor.data_ptr(), tensor.numel()) for tensor, _, _ in calls}
-    drawn = sum(length for _, length in places)
+    drawn = sum(length for _, length in places if length != SAMPLE)
     shown = f"tensors of 1000 and of 500 values, one the other's start, take {drawn} random numbers"
     return Judgement(Verdict.NATIVE if drawn <= 1000 else Verdict.ACTIVE, shown)
 

@@ -215,6 +215,7 @@ def _probe_no_admission() -> Judgement:
 
 
 def _probe_counter() -> Judgement:
+    RETRIES.next_line = 0.0  # a line is due, whatever was told just before
     with (
         fence_probe.Pipeline(13, budget=128, chunk=64) as pipeline,
         fence_probe.log_lines() as lines,

@@ -161,8 +161,9 @@ def _probe_cached_tokens() -> Judgement:
     context = _context(_inputs())
     for output in context.final_res_batch:
         output.num_cached_tokens = 4
-    usage = json.loads(_scoring()._build_response(context).body)["usage"]
-    details = usage.get("prompt_tokens_details")
+    processor = SimpleNamespace(post_process_online=lambda ctx: None)
+    response = _scoring()._postprocessing(processor, context)
+    details = json.loads(response.body)["usage"].get("prompt_tokens_details")
     if details:
         return Judgement(Verdict.NATIVE, "cached tokens of scoring requests are reported")
     return Judgement(Verdict.ACTIVE, "prompt_tokens_details of a scoring request is always null")
