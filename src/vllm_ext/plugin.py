@@ -59,6 +59,11 @@ def register() -> None:
         )
 
 
+def running() -> Any:
+    """The plugin in this process (``core.process.Process``), None while it does nothing."""
+    return _process
+
+
 def _start(first: bool) -> Any:
     from vllm_ext import features
     from vllm_ext.core.feature import Verdict

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -256,6 +256,19 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(patience)
             raise ServerDied(code, self.log_text(), self.log)
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and a closed terminal all end the block by KeyboardInterrupt."""
+    # SIGINT too: a shell starts background jobs with it ignored.
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _environment(

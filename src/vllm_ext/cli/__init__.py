@@ -5,11 +5,13 @@ from __future__ import annotations
 import click
 
 from vllm_ext import __version__
+from vllm_ext.cli.diff import diff
 from vllm_ext.cli.doctor import doctor
 from vllm_ext.cli.listing import explain, list_features
 from vllm_ext.cli.pages import pages
 from vllm_ext.cli.recording import record
 from vllm_ext.cli.status import status
+from vllm_ext.cli.verify import verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,6 +33,8 @@ def demo() -> None:
 main.add_command(list_features)
 main.add_command(explain)
 main.add_command(doctor)
+main.add_command(diff)
 main.add_command(record)
 main.add_command(status)
+main.add_command(verify)
 main.add_command(pages)

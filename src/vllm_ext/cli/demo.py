@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,11 +52,11 @@ def run(console: Console) -> int:
     if obstacle:
         console.print(f"[yellow]{escape(obstacle)}[/]")
         return 2
-    from vllm_ext.checks.server import RequestFailed, ServerDied
+    from vllm_ext.checks.server import RequestFailed, ServerDied, signals_interrupt
 
     started = time.monotonic()
     try:
-        with _signals_interrupt():
+        with signals_interrupt():
             console.print(Panel.fit("[bold]vllm-ext demo[/]  real weights, real servers"))
             good = _steps(console)
     except KeyboardInterrupt:
@@ -93,19 +92,6 @@ def _obstacle() -> str | None:
             "`vllm serve` can't start then; the README says how to add it."
         )
     return None
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and a closed terminal all end the block by KeyboardInterrupt."""
-    # SIGINT too: a shell starts background jobs with it ignored.
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _steps(console: Console) -> bool:

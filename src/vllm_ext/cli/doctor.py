@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,8 +20,8 @@ from vllm_ext import __version__, native
 from vllm_ext import features as package
 from vllm_ext.checks.probe import ProbeError, probe
 from vllm_ext.cli.style import coloured
-from vllm_ext.core.feature import Feature, Judgement, Verdict, worst
-from vllm_ext.core.plan import Planned, by_feature, catalogue, plan, refusals
+from vllm_ext.core.feature import Feature, Judgement, worst
+from vllm_ext.core.plan import Planned, by_feature, catalogue, expected, plan, refusals
 from vllm_ext.core.release import Installation, installation, record
 from vllm_ext.core.seams import split
 from vllm_ext.settings import SettingsError, read
@@ -122,7 +122,7 @@ def doctor(as_json: bool, with_probes: bool, folder: Path | None) -> None:
         settings = read(os.environ, features)
     except SettingsError as error:
         _stop(1, str(error), as_json, installed)
-    planned = tuple(map(_as_expected, plan(features, settings, installed)))
+    planned = expected(plan(features, settings, installed))
     try:
         probes = probe(folder) if with_probes else {}
     except ProbeError as error:
@@ -156,13 +156,6 @@ def _find(folder: Path | None, as_json: bool) -> Installation:
             None,
         )
     return installed
-
-
-def _as_expected(entry: Planned) -> Planned:
-    """Before a process runs, an armed part is one that will be active."""
-    if entry.judgement.verdict is Verdict.ARMED:
-        return replace(entry, judgement=replace(entry.judgement, verdict=Verdict.ACTIVE))
-    return entry
 
 
 def _not_loaded() -> list[str]:

@@ -76,26 +76,45 @@ def fingerprint(source: str, target: str) -> Fingerprint | None:
     if not nodes:
         return None
     whole = "".join(_class_shape(n) if isinstance(n, ast.ClassDef) else _normal(n) for n in nodes)
-    statements = itertools.chain.from_iterable(_statements(node) for node in nodes)
-    return Fingerprint(
-        nodes[0].lineno,
-        _digest(whole, 32),
-        "".join(_digest(_header(node), Fingerprint.WIDTH) for node in statements),
-    )
+    digests = (_digest(_header(node), Fingerprint.WIDTH) for node in statements(source, target))
+    return Fingerprint(nodes[0].lineno, _digest(whole, 32), "".join(digests))
+
+
+def definitions(source: str) -> Iterator[str]:
+    """Qualified names of all functions and classes a source defines at module or class level."""
+    return _names(_tree(source), "")
+
+
+def _names(scope: ast.AST, prefix: str) -> Iterator[str]:
+    for node in _scope(scope):
+        if isinstance(node, _DEFINITIONS):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from _names(node, f"{prefix}{node.name}.")
+
+
+def statements(source: str, target: str) -> list[ast.AST]:
+    """The statements of a target in source order, those a fingerprint has a digest for each."""
+    nodes = _find(_tree(source), split(target)[1])
+    return list(itertools.chain.from_iterable(_statements(node) for node in nodes))
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    """Names that a class body binds."""
+    return {name for child in _scope(node) for name in _binds(child)}
 
 
 def first_difference(source: str, target: str, recorded: Fingerprint) -> int:
     """Line of ``source`` at which ``target`` begins to differ from the recorded one."""
-    nodes = _find(_tree(source), split(target)[1])
-    current = list(itertools.chain.from_iterable(_statements(node) for node in nodes))
-    line = nodes[0].lineno
+    current = statements(source, target)
+    first = line = getattr(current[0], "lineno", 1)
     for node, old in itertools.zip_longest(current, recorded.split()):
         if node is None:
             return line
         line = getattr(node, "lineno", line)
         if _digest(_header(node), Fingerprint.WIDTH) != old:
             return line
-    return nodes[0].lineno
+    return first
 
 
 @functools.lru_cache(maxsize=4)
@@ -167,8 +186,7 @@ def _is_string(node: ast.AST) -> bool:
 
 
 def _class_shape(node: ast.ClassDef) -> str:
-    names = {name for child in _scope(node) for name in _binds(child)}
-    return _header(node) + " ".join(sorted(names))
+    return _header(node) + " ".join(sorted(members(node)))
 
 
 def _header(node: ast.AST) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -96,6 +96,16 @@ def _judge(
     if recorded.verdict is Verdict.ACTIVE:
         return Judgement(Verdict.ARMED, f"vLLM {known.release} lacks it: {recorded.reason}")
     return recorded
+
+
+def expected(planned: Iterable[Planned]) -> tuple[Planned, ...]:
+    """The plan as it will turn out: before a process runs, an armed part is one to be active."""
+    return tuple(
+        replace(entry, judgement=replace(entry.judgement, verdict=Verdict.ACTIVE))
+        if entry.judgement.verdict is Verdict.ARMED
+        else entry
+        for entry in planned
+    )
 
 
 def by_feature(planned: Iterable[Planned]) -> dict[str, list[Planned]]:

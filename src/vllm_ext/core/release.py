@@ -153,5 +153,6 @@ def record(release: str) -> Record | None:
 
 def recorded_releases() -> list[str]:
     """The supported releases, oldest first."""
-    names = (path.stem for path in RECORDS.glob("*.json"))
-    return sorted(names, key=lambda name: [int(number) for number in name.split(".")])
+    from packaging.version import Version  # only paid for where a release isn't recorded
+
+    return sorted((path.stem for path in RECORDS.glob("*.json")), key=Version)

@@ -1,0 +1,234 @@
+"""``vllm-ext verify``: does the plugin do on this machine what it says?"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from vllm_ext import __version__
+from vllm_ext import features as package
+from vllm_ext.core.feature import Feature, Verdict
+from vllm_ext.core.plan import catalogue
+from vllm_ext.core.release import installation
+from vllm_ext.names import DISABLE, PREFIX, SERVER_ID
+
+if TYPE_CHECKING:
+    from vllm_ext.checks.behaviour import Checks
+    from vllm_ext.checks.engine import Engine
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found: the checks, the engine (None: not started), and why it didn't work."""
+
+    checks: Checks
+    engine: Engine | None
+    failure: str | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        """One sentence per part or process that isn't as it should be."""
+        wrong = [
+            f"{part_id}: {checked.wrong}"
+            for part_id, checked in self.checks.parts.items()
+            if checked.wrong
+        ]
+        failure = [f"the tiny engine failed: {self.failure}"] if self.failure else []
+        disagreeing = [s for s in self.engine.problems if self._speaks(s)] if self.engine else []
+        return [*wrong, *failure, *disagreeing]
+
+    def _speaks(self, sentence: str) -> bool:
+        """Whether a sentence about a process is about one of the parts asked for, or about all."""
+        words = {word.rstrip(":,") for word in sentence.split()}
+        named = [word for word in words if word.split(".")[0].isupper() and "." in word]
+        return not named or any(word in self.checks.parts for word in named)
+
+    def seen(self, part_id: str) -> str:
+        """What became of a part in the engine's processes."""
+        if self.engine is None:
+            return ""
+        active = self.engine.roles(part_id, Verdict.ACTIVE)
+        armed = self.engine.roles(part_id, Verdict.ARMED)
+        count = self.engine.effects[part_id]
+        told = [f"active in {', '.join(active)}"] if active else []
+        told += ["this engine has no use for it"] if armed and not active else []
+        told += [f"{count} effects"] if count else []
+        return "; ".join(told)
+
+
+@click.command()
+@click.option("--feature", "name", metavar="F", help="Only this feature.")
+@click.option("--no-engine", is_flag=True, help="Only the checks, no engine.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the block.")
+@click.option(
+    "--vllm",
+    "folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Use the unpacked vLLM in this folder instead of the installed one.",
+)
+def verify(name: str | None, no_engine: bool, as_json: bool, folder: Path | None) -> None:
+    """Check every active part on this machine and start a tiny engine with the plugin.
+
+    Prints a block to paste into a bug report. Exit status: 0 all is as it should be, 1 something
+    isn't, 2 it can't be looked at.
+    """
+    features = _chosen(name)
+    outcome = _look(features, folder, no_engine)
+    if as_json:
+        click.echo(json.dumps(_as_data(outcome), indent=2))
+    else:
+        click.echo("\n".join(_block(outcome)))
+        console = Console(stderr=True)
+        for sentence in outcome.problems:
+            console.print(Text(sentence, style="bold red"), soft_wrap=True)
+    raise SystemExit(1 if outcome.problems else 0)
+
+
+def _chosen(name: str | None) -> list[Feature]:
+    known = {feature.name: feature for feature in catalogue(package)}
+    if name is None:
+        return list(known.values())
+    found = known.get(name.upper().removeprefix(PREFIX))
+    if found is None:
+        raise click.UsageError(f"there is no feature {name!r}; there are {', '.join(known)}")
+    return [found]
+
+
+def _look(features: Sequence[Feature], folder: Path | None, no_engine: bool) -> Outcome:
+    from vllm_ext.checks.behaviour import CheckError, check
+    from vllm_ext.checks.engine import EngineError, try_engine
+    from vllm_ext.checks.server import signals_interrupt
+
+    version = _version(folder)
+    try:
+        with signals_interrupt(), _step(f"checking behaviour on vLLM {version}"):
+            checks = check(features, folder)
+        if no_engine:
+            return Outcome(checks, None)
+        try:
+            with signals_interrupt(), _step(f"a tiny engine of vLLM {version}"):
+                device = checks.facts["device"].partition(" ")[0]
+                return Outcome(checks, try_engine(device, folder))
+        except EngineError as error:
+            return Outcome(checks, None, str(error))
+    except CheckError as error:
+        _stop(str(error))
+    except KeyboardInterrupt:
+        click.echo("Stopped; no process is left.", err=True)
+        raise SystemExit(130) from None
+
+
+def _version(folder: Path | None) -> str:
+    if os.environ.get(DISABLE, "").strip() == "1":
+        _stop(f"{DISABLE}=1 switches everything off; unset it to verify something.")
+    try:
+        installed = installation(folder)
+    except ValueError as error:
+        _stop(f"{error}.")
+    if installed is None:
+        _stop(f"There is no vLLM {f'in {folder}' if folder else 'in this Python environment'}.")
+    return installed.version
+
+
+def _stop(sentence: str) -> NoReturn:
+    click.echo(sentence, err=True)
+    raise SystemExit(2)
+
+
+@contextmanager
+def _step(text: str) -> Iterator[None]:
+    """A spinner with the time, on stderr: stdout is for the answer."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        bar.add_task(text, total=None)
+        yield
+
+
+def _settings() -> dict[str, str]:
+    """The operator's variables, as they are."""
+    names = sorted(n for n in os.environ if n.startswith(PREFIX) and n != SERVER_ID)
+    plugins = ["VLLM_PLUGINS"] if "VLLM_PLUGINS" in os.environ else []
+    return {name: os.environ[name] for name in (*names, *plugins)}
+
+
+def _mark(outcome: Outcome, part_id: str) -> str:
+    checked = outcome.checks.parts[part_id]
+    return "WRONG" if checked.wrong else "right" if checked.check else "-"
+
+
+def _block(outcome: Outcome) -> list[str]:
+    """Plain text, fenced, so that it survives a bug report."""
+    facts = {"vllm-ext": __version__, **outcome.checks.facts, **_settings()}
+    now = datetime.datetime.now(datetime.UTC)
+    lines = ["```", f"vllm-ext verify, {now:%Y-%m-%d %H:%M} UTC"]
+    lines += [f"{name + ':':<10} {value}" for name, value in facts.items()]
+    lines += ["", *_aligned(outcome), ""]
+    if engine := outcome.engine:
+        lines.append(f"engine: ready after {engine.ready:.0f} s, answered {engine.text.strip()!r}")
+        for process in engine.processes:
+            active = sum(word == Verdict.ACTIVE for word, _ in process.parts.values())
+            armed = sum(word == Verdict.ARMED for word, _ in process.parts.values())
+            lines.append(f"  {process.role}: {active} parts active, {armed} armed")
+    elif not outcome.failure:
+        lines.append("engine: not started (--no-engine)")
+    problems = outcome.problems
+    lines += [f"PROBLEM {sentence}" for sentence in problems]
+    right = sum(_mark(outcome, part_id) == "right" for part_id in outcome.checks.parts)
+    lines.append(f"{right} parts checked and right, {len(problems)} problems")
+    return [*lines, "```"]
+
+
+def _aligned(outcome: Outcome) -> Iterator[str]:
+    width = max(map(len, outcome.checks.parts), default=0)
+    for part_id, checked in outcome.checks.parts.items():
+        verdict = checked.judgement.verdict
+        shown = checked.wrong or (checked.check or checked.judgement).reason
+        seen = outcome.seen(part_id)
+        told = f"{shown} [{seen}]" if seen else shown
+        yield f"{_mark(outcome, part_id):<5} {part_id:<{width}} {verdict:<11} {told}"
+
+
+def _as_data(outcome: Outcome) -> dict[str, Any]:
+    engine = outcome.engine
+    return {
+        "plugin": __version__,
+        "facts": dict(outcome.checks.facts),
+        "settings": _settings(),
+        "parts": {
+            part_id: {
+                "verdict": checked.judgement.verdict.value,
+                "reason": checked.judgement.reason,
+                "check": checked.check and checked.check.reason,
+                "right": checked.wrong is None if checked.check else None,
+                "wrong": checked.wrong,
+                "engine": engine
+                and {
+                    "active": engine.roles(part_id, Verdict.ACTIVE),
+                    "armed": engine.roles(part_id, Verdict.ARMED),
+                    "effects": engine.effects[part_id],
+                },
+            }
+            for part_id, checked in outcome.checks.parts.items()
+        },
+        "engine": engine
+        and {
+            "ready_s": round(engine.ready, 1),
+            "text": engine.text,
+            "processes": {process.role: process.state for process in engine.processes},
+        },
+        "problems": outcome.problems,
+    }
