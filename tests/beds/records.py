@@ -21,6 +21,7 @@ from tests.beds.layout import (
     sole_user_of,
     wheel_cache,
 )
+from vllm_ext.core.release import RECORDS
 
 
 def main() -> int:
@@ -33,7 +34,7 @@ def main() -> int:
             wheel = fetch(f"vllm=={release}", cache, progress)
         folder = release_path(release) or Path(sysconfig.get_path("purelib"))
         command = [str(Path(sys.executable).with_name("vllm-ext")), "record"]
-        command += ["--vllm", str(folder), "--reference", str(wheel)]
+        command += ["--vllm", str(folder), "--reference", str(wheel), "--to", str(RECORDS)]
         if subprocess.run(command).returncode:
             failed.append(release)
     if failed:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.beds.copies import root_of, skeleton
 from tests.beds.foreign import make_plugin
-from tests.beds.layout import IN_VENV, release_path
+from tests.beds.layout import IN_VENV
 from tests.conftest import FEATURES, find_part
 from vllm_ext.checks.recording import targets_of
 from vllm_ext.cli.doctor import _contradictions
@@ -78,26 +79,10 @@ def _record(release: str) -> Record:
     return known
 
 
-def _root(release: str) -> Path:
-    stock = installation(release_path(release))
-    assert stock is not None
-    return stock.root
-
-
-def _tree(folder: Path, release: str, version: str) -> Path:
-    """The target files of a release, under another version if wanted."""
-    for file in _record(release).files:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(_root(release) / file, folder / file)
-    (folder / "vllm" / "__init__.py").touch()
-    (folder / "vllm" / "_version.py").write_text(f"__version__ = version = '{version}'\n")
-    return folder
-
-
 def test_the_answer_has_the_promised_shape() -> None:
     answer = _ask()
     assert answer["vllm"]["version"] == IN_VENV and answer["vllm"]["supported"] is True
-    assert Path(answer["vllm"]["path"]) == _root(IN_VENV) / "vllm"
+    assert Path(answer["vllm"]["path"]) == root_of(IN_VENV) / "vllm"
     assert answer["plugin"]["registered"] is True
     assert [feature["name"] for feature in answer["features"]] == sorted(FEATURES)
     for feature in answer["features"]:
@@ -112,7 +97,7 @@ def test_the_answer_has_the_promised_shape() -> None:
 def test_the_tables_show_every_part_with_its_verdict() -> None:
     shown = _run(env={"COLUMNS": "80"})
     assert shown.returncode == 0, shown.stderr
-    assert f"vLLM {IN_VENV} in {_root(IN_VENV) / 'vllm'}\n" in shown.stdout
+    assert f"vLLM {IN_VENV} in {root_of(IN_VENV) / 'vllm'}\n" in shown.stdout
     lines = shown.stdout.splitlines()
     for part_id, part in _parts(_ask()).items():
         name = part_id.partition(".")[2]
@@ -149,7 +134,7 @@ def test_imports_neither_vllm_nor_torch() -> None:
 
 
 def test_tells_of_each_release_what_was_recorded(release: str) -> None:
-    answer = _ask("--vllm", _root(release), env=EVERY_OPTION)
+    answer = _ask("--vllm", root_of(release), env=EVERY_OPTION)
     assert answer["vllm"]["version"].startswith(release) and answer["vllm"]["supported"]
     known = _record(release)
     parts = _parts(answer)
@@ -174,7 +159,7 @@ def test_an_option_that_is_not_set_is_off_and_says_how_to_set_it() -> None:
     ["0.28.0", "0.29.1.dev3+g123", "0.30.0rc1", "0.29.0.post1", "0.29", "0.34.0", "1.0.0+cpu"],
 )
 def test_any_other_version_is_unsupported(version: str, tmp_path: Path) -> None:
-    tree = _tree(tmp_path, IN_VENV, version)
+    tree = skeleton(tmp_path, IN_VENV, version)
     answer = _ask("--vllm", tree, env=EVERY_OPTION)
     assert answer["vllm"] == {"version": version, "path": f"{tree}/vllm", "supported": False}
     for part in _parts(answer).values():
@@ -187,13 +172,13 @@ def test_any_other_version_is_unsupported(version: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.29.0+cu129", "0.29.0+cpu"])
 def test_a_local_version_part_is_ignored(version: str, tmp_path: Path) -> None:
-    answer = _ask("--vllm", _tree(tmp_path, "0.29.0", version))
+    answer = _ask("--vllm", skeleton(tmp_path, "0.29.0", version))
     assert answer["vllm"]["supported"] is True
     assert answer["features"] == _ask()["features"]
 
 
 def test_the_version_may_stand_in_the_metadata_alone(tmp_path: Path) -> None:
-    tree = _tree(tmp_path, "0.30.0", "")
+    tree = skeleton(tmp_path, "0.30.0", "")
     (tree / "vllm" / "_version.py").unlink()
     said = _ask("--vllm", tree, status=2)["problems"]
     assert "tells no version" in said[0]
@@ -226,7 +211,7 @@ def _change_one_line(file: Path, target: str) -> int:
     "target", [t for t in targets_of(list(FEATURES.values())) if _record("0.31.0").targets[t]]
 )
 def test_one_changed_line_of_a_target_is_drift(target: str, tmp_path: Path) -> None:
-    tree = _tree(tmp_path, "0.31.0", "0.31.0")
+    tree = skeleton(tmp_path, "0.31.0", "0.31.0")
     file = source_file(tree, module_of(target))
     assert file is not None
     line = _change_one_line(tree / file, target)
@@ -243,7 +228,7 @@ def test_one_changed_line_of_a_target_is_drift(target: str, tmp_path: Path) -> N
 
 
 def test_comments_and_formatting_are_fine(tmp_path: Path) -> None:
-    tree = _tree(tmp_path, "0.31.0", "0.31.0")
+    tree = skeleton(tmp_path, "0.31.0", "0.31.0")
     for file in _record("0.31.0").files:
         formatted = ast.unparse(ast.parse((tree / file).read_text()))
         commented = "\n# a comment\n".join(["# another licence", formatted, "# the end"])
@@ -251,7 +236,7 @@ def test_comments_and_formatting_are_fine(tmp_path: Path) -> None:
         (tree / file).write_text(commented)
     answer = _ask("--vllm", tree, env={"VLLM_EXT_STRICT": "1", **EVERY_OPTION})
     assert _parts(answer)["SCORE_USAGE.missing_inputs"]["verdict"] == "active"
-    stock = _ask("--vllm", _root("0.31.0"), env=EVERY_OPTION)
+    stock = _ask("--vllm", root_of("0.31.0"), env=EVERY_OPTION)
     assert _parts(answer) == _parts(stock)
 
 
@@ -324,7 +309,7 @@ def test_an_environment_without_vllm_can_not_be_looked_at(tmp_path: Path) -> Non
     assert done.stderr.startswith("There is no vLLM in this Python environment: ")
     assert "pip install vllm" in done.stderr
     assert alone("list").returncode == 0
-    static = alone("doctor", "--vllm", str(_root("0.30.0")), "--json")
+    static = alone("doctor", "--vllm", str(root_of("0.30.0")), "--json")
     assert static.returncode == 1
     assert "not installed as a vLLM plugin" in json.loads(static.stdout)["problems"][0]
 
@@ -340,7 +325,7 @@ def test_probes_agree_with_the_record() -> None:
 
 def test_a_probe_that_fails_contradicts_the_record(tmp_path: Path) -> None:
     """The target files alone are as recorded, but nothing can be imported from them."""
-    tree = _tree(tmp_path, IN_VENV, IN_VENV)
+    tree = skeleton(tmp_path, IN_VENV, IN_VENV)
     problems = _ask("--probe", "--vllm", tree, status=1)["problems"]
     for part in FEATURES["SCORE_USAGE"].parts:
         assert [s for s in problems if s.startswith(f"SCORE_USAGE.{part.name} is ")], problems
@@ -362,7 +347,7 @@ def test_a_probe_that_shows_something_else_is_told_also_of_an_option_that_is_off
 
 
 def test_probes_that_end_with_the_process_can_not_look(tmp_path: Path) -> None:
-    tree = _tree(tmp_path, IN_VENV, IN_VENV)
+    tree = skeleton(tmp_path, IN_VENV, IN_VENV)
     (tree / "vllm" / "__init__.py").write_text("import os\nos._exit(3)\n")
     done = _run("--probe", "--vllm", tree)
     assert done.returncode == 2 and "the probes failed" in done.stderr

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.beds.layout import release_path
+from tests.beds.reduced import Function, node_of, reduced, stock
 from tests.conftest import FEATURES, find_part
 from vllm_ext.core.feature import Judgement, Verdict
 from vllm_ext.core.fingerprint import source_file
 from vllm_ext.core.plan import plan
-from vllm_ext.core.release import Installation, installation, record
+from vllm_ext.core.release import Installation, record
 from vllm_ext.core.seams import Add, Wrap, module_of, split
 from vllm_ext.settings import Settings
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def _node(tree: ast.Module, target: str) -> Function | ast.ClassDef:
-    node: ast.AST = tree
-    for name in split(target)[1]:
-        node = next(
-            child
-            for child in ast.iter_child_nodes(node)
-            if isinstance(child, Function | ast.ClassDef) and child.name == name
-        )
-    assert isinstance(node, Function | ast.ClassDef)
-    return node
 
 
 def rename(node: Function) -> None:
@@ -84,49 +69,6 @@ MUTATIONS: list[Callable[[Function], None]] = [
 ]
 
 
-@functools.cache
-def _stock(release: str) -> Installation:
-    found = installation(release_path(release))
-    assert found is not None
-    return found
-
-
-@functools.cache
-def _tree(release: str, file: str) -> ast.Module:
-    return ast.parse((_stock(release).root / file).read_text())
-
-
-def _only(body: list[ast.stmt], paths: list[list[str]]) -> list[ast.stmt]:
-    """The definitions among ``body`` that these paths name, classes reduced to what they name."""
-    kept: list[ast.stmt] = []
-    for node in body:
-        if not isinstance(node, Function | ast.ClassDef):
-            continue
-        named = [path[1:] for path in paths if path[0] == node.name]
-        if isinstance(node, ast.ClassDef) and named and [] not in named:
-            inner = _only(node.body, named)
-            kept.append(
-                ast.ClassDef(node.name, node.bases, node.keywords, inner or [ast.Pass()], [])
-            )
-        elif named:
-            kept.append(node)
-    return kept
-
-
-def _reduced(release: str, part: str, to: Path) -> Installation:
-    """A vLLM that consists of nothing but a part's targets, so that it is quick to judge again."""
-    paths: dict[str, list[list[str]]] = {}
-    for target in find_part(part)[1].fingerprinted:
-        file = source_file(_stock(release).root, module_of(target))
-        if file:
-            paths.setdefault(file, []).append(split(target)[1])
-    for file, named in paths.items():
-        (to / file).parent.mkdir(parents=True, exist_ok=True)
-        module = ast.Module(_only(_tree(release, file).body, named), [])
-        (to / file).write_text(ast.unparse(ast.fix_missing_locations(module)))
-    return Installation(to, _stock(release).version)
-
-
 def _judge(part: str, installed: Installation) -> Judgement:
     feature, declared = find_part(part)
     options = {feature.variable(declared.option): True} if declared.option else {}
@@ -143,7 +85,7 @@ def _functions(installed: Installation, part: str) -> list[tuple[str, str]]:
         if file is None:
             continue
         try:
-            node = _node(ast.parse((installed.root / file).read_text()), target)
+            node = node_of(ast.parse((installed.root / file).read_text()), target)
         except StopIteration:
             continue
         if isinstance(node, Function):
@@ -152,7 +94,7 @@ def _functions(installed: Installation, part: str) -> list[tuple[str, str]]:
 
 
 def test_a_mutated_target_is_refused(release: str, part: str, tmp_path: Path) -> None:
-    installed = _reduced(release, part, tmp_path)
+    installed = reduced(release, find_part(part)[1].fingerprinted, tmp_path)
     judgement = _judge(part, installed)
     assert judgement.verdict is Verdict.ARMED, judgement.reason
     functions = _functions(installed, part)
@@ -161,7 +103,7 @@ def test_a_mutated_target_is_refused(release: str, part: str, tmp_path: Path) ->
         source = (tmp_path / file).read_text()
         for mutate in MUTATIONS:
             tree = ast.parse(source)
-            node = _node(tree, target)
+            node = node_of(tree, target)
             assert isinstance(node, Function)
             mutate(node)
             (tmp_path / file).write_text(ast.unparse(tree))
@@ -174,14 +116,14 @@ def test_a_mutated_target_is_refused(release: str, part: str, tmp_path: Path) ->
 def test_a_member_that_appears_is_refused_where_a_part_adds_it(
     release: str, part: str, tmp_path: Path
 ) -> None:
-    installed = _reduced(release, part, tmp_path)
+    installed = reduced(release, find_part(part)[1].fingerprinted, tmp_path)
     declared = find_part(part)[1]
     added = [seam.target for seam in declared.seams if isinstance(seam, Add)]
     for target in added:
         file = source_file(tmp_path, module_of(target))
         assert file is not None
         tree = ast.parse((tmp_path / file).read_text())
-        owner = _node(tree, target.rpartition(".")[0])
+        owner = node_of(tree, target.rpartition(".")[0])
         name = split(target)[1][-1]
         owner.body += ast.parse(f"def {name}(self): pass").body
         (tmp_path / file).write_text(ast.unparse(tree))
@@ -194,12 +136,12 @@ def test_comments_and_formatting_are_no_drift(release: str, tmp_path: Path) -> N
     known = record(release)
     assert known is not None
     for file in known.files:
-        source = (_stock(release).root / file).read_text()
+        source = (stock(release).root / file).read_text()
         formatted = "# another licence\n\n\n" + ast.unparse(ast.parse(source)) + "\n# the end\n"
         assert formatted != source
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(formatted)
-    installed = Installation(tmp_path, _stock(release).version)
+    installed = Installation(tmp_path, stock(release).version)
     options = {f.variable(option): True for f in FEATURES.values() for option in f.options}
     planned = plan(list(FEATURES.values()), Settings(options=options), installed)
     assert [(e.id, e.judgement) for e in planned if not e.judgement.verdict.honoured] == []

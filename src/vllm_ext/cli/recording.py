@@ -1,11 +1,15 @@
-"""``vllm-ext record``: record a vLLM release (for developers of the plugin)."""
+"""``vllm-ext record``: what a vLLM release needs, and its record (for developers of the plugin)."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 from zipfile import is_zipfile
 
 import click
+from packaging.version import InvalidVersion
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,8 +17,11 @@ from rich.text import Text
 from vllm_ext import features as package
 from vllm_ext.checks.probe import ProbeError, probe
 from vllm_ext.checks.recording import RecordingError, changes, make_record
+from vllm_ext.checks.work import Item, nearest, work
+from vllm_ext.cli.style import coloured
+from vllm_ext.core.feature import Judgement
 from vllm_ext.core.plan import catalogue
-from vllm_ext.core.release import RECORDS, installation
+from vllm_ext.core.release import Installation, installation
 from vllm_ext.core.release import record as old_record
 
 
@@ -28,31 +35,72 @@ from vllm_ext.core.release import record as old_record
 @click.option(
     "--reference",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    required=True,
     help="The release's CUDA wheel, to prove that its Python files are the same.",
 )
-@click.option("--to", "records", type=click.Path(path_type=Path), default=RECORDS, hidden=True)
-def record(folder: Path | None, reference: Path, records: Path) -> None:
-    """Run the probes of a release, fingerprint its targets, show what changed."""
-    console = Console()
-    if not is_zipfile(reference):
+@click.option(
+    "--to",
+    "records",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the record into this folder; needs --reference.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; writes nothing.")
+def record(
+    folder: Path | None, reference: Path | None, records: Path | None, as_json: bool
+) -> None:
+    """Run the probes of any vLLM, tell what each part needs there, and record it if asked to.
+
+    Without --to nothing is written, and nothing is in force on a release until its record is part
+    of the plugin. Exit status: 0 nothing to do, 1 something needs work or can't be recorded, 2 it
+    can't be looked at.
+    """
+    if reference and not is_zipfile(reference):
         raise click.BadParameter(f"{reference} is not a wheel", param_hint="--reference")
+    if records and (as_json or not reference):
+        raise click.UsageError("--to needs --reference, and doesn't go with --json")
+    installed = _find(folder)
+    try:
+        with Console(stderr=True).status(f"probing vLLM {installed.version}"):
+            shown = probe(folder)
+    except ProbeError as error:
+        _refuse(installed, error)
+    if records and reference:
+        _write(installed, shown, reference, records)
+    else:
+        _report(installed, shown, as_json)
+
+
+def _find(folder: Path | None) -> Installation:
     try:
         installed = installation(folder)
+        if installed is not None:
+            nearest(installed.version)
+            return installed
+    except InvalidVersion as error:
+        _cannot_look(f"{error}, so it can't be told which release it is close to.")
     except ValueError as error:
-        console.print(f"{error}.", style="red", markup=False, soft_wrap=True)
-        raise SystemExit(2) from None
-    if installed is None:
-        console.print("There is no vLLM to record; name an unpacked wheel with --vllm DIR.")
-        raise SystemExit(2)
+        _cannot_look(f"{error}.")
+    _cannot_look("There is no vLLM to record; name an unpacked wheel with --vllm DIR.")
+
+
+def _cannot_look(sentence: str) -> NoReturn:
+    Console().print(sentence, style="red", markup=False, soft_wrap=True)
+    raise SystemExit(2)
+
+
+def _refuse(installed: Installation, error: Exception) -> NoReturn:
+    told = Text(f"vLLM {installed.version} can't be recorded: {error}", style="red")
+    Console().print(told, soft_wrap=True)
+    raise SystemExit(1)
+
+
+def _write(
+    installed: Installation, shown: Mapping[str, Judgement], reference: Path, records: Path
+) -> None:
+    console = Console()
     try:
-        with console.status(f"probing vLLM {installed.version}"):
-            shown = probe(folder)
         new = make_record(catalogue(package), installed, shown, reference)
-    except (ProbeError, RecordingError) as error:
-        told = Text(f"vLLM {installed.version} can't be recorded: {error}", style="red")
-        console.print(told, soft_wrap=True)
-        raise SystemExit(1) from None
+    except RecordingError as error:
+        _refuse(installed, error)
     rows = changes(old_record(new.release), new)
     records.mkdir(parents=True, exist_ok=True)
     path = new.save(records)
@@ -63,3 +111,70 @@ def record(folder: Path | None, reference: Path, records: Path) -> None:
         table.add_row(*row)
     console.print(table)
     console.print(Text(f"written to {path}"), soft_wrap=True)
+
+
+def _report(installed: Installation, shown: Mapping[str, Judgement], as_json: bool) -> None:
+    items = work(catalogue(package), installed, shown)
+    todo = [item for item in items if item.todo]
+    if as_json:
+        click.echo(json.dumps(_as_data(installed, items), indent=2))
+    else:
+        _print(installed, items, todo)
+    raise SystemExit(1 if todo else 0)
+
+
+def _as_data(installed: Installation, items: Sequence[Item]) -> dict[str, Any]:
+    return {
+        "vllm": installed.version,
+        "recorded": old_record(installed.release) is not None,
+        "nearest": nearest(installed.version),
+        "parts": {
+            item.part_id: {
+                "probe": item.shown.verdict.value,
+                "reason": item.shown.reason,
+                "todo": item.todo,
+                "changes": [{**vars(c), "state": c.state.value} for c in item.changes],
+            }
+            for item in items
+        },
+    }
+
+
+def _print(installed: Installation, items: Sequence[Item], todo: Sequence[Item]) -> None:
+    console = Console()
+    base = nearest(installed.version)
+    console.print(Text(_standing(installed, base)), soft_wrap=True)
+    table = Table()
+    for heading in ("Part", "Probe", "Targets"):
+        table.add_column(heading, overflow="fold")
+    for item in items:
+        told = f"{len(item.changes)} not as in {base}" if item.changes else f"as in {base}"
+        table.add_row(item.part_id, coloured(item.shown.verdict), told)
+    console.print(table)
+    for item in todo:
+        console.print(Text.assemble((item.part_id, "bold"), f": {item.todo}"), soft_wrap=True)
+        console.print(Text(f"    shown: {item.shown.reason}", "dim"), soft_wrap=True)
+        for change in item.changes:
+            if str(change) not in item.todo:
+                console.print(Text(f"    {change}", "dim"), soft_wrap=True)
+    if todo:
+        console.print(f"{len(todo)} of {len(items)} parts need work.", highlight=False)
+    else:
+        console.print("No part needs work.")
+    console.print("Nothing was written; --reference WHEEL --to DIR writes the record.", style="dim")
+
+
+def _standing(installed: Installation, base: str) -> str:
+    """What this vLLM is to the plugin today."""
+    version, release = installed.version, installed.release
+    if old_record(release) is None:
+        return (
+            f"vLLM {version} is not recorded, so nothing of it is touched (every part is "
+            f"unsupported). The nearest recorded release is {base}."
+        )
+    if version == release:
+        return f"vLLM {version} is recorded."
+    return (
+        f"vLLM {version} is a build of the recorded release {release}: where its sources are the "
+        "same, parts are in force; where they differ, they are drifted and stand aside."
+    )

@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found: the checks, the engine (None: not started), and why it didn't work."""
+    """What was found: the checks, the engine (None: not started), and why it didn't work.
+
+    ``others``: the parts that weren't asked for.
+    """
 
     checks: Checks
     engine: Engine | None
     failure: str | None = None
+    others: frozenset[str] = frozenset()
 
     @property
     def problems(self) -> list[str]:
@@ -45,14 +49,8 @@ class Outcome:
             if checked.wrong
         ]
         failure = [f"the tiny engine failed: {self.failure}"] if self.failure else []
-        disagreeing = [s for s in self.engine.problems if self._speaks(s)] if self.engine else []
-        return [*wrong, *failure, *disagreeing]
-
-    def _speaks(self, sentence: str) -> bool:
-        """Whether a sentence about a process is about one of the parts asked for, or about all."""
-        words = {word.rstrip(":,") for word in sentence.split()}
-        named = [word for word in words if word.split(".")[0].isupper() and "." in word]
-        return not named or any(word in self.checks.parts for word in named)
+        told = self.engine.problems if self.engine else []
+        return [*wrong, *failure, *(s for s in told if not any(part in s for part in self.others))]
 
     def seen(self, part_id: str) -> str:
         """What became of a part in the engine's processes."""
@@ -116,10 +114,12 @@ def _look(features: Sequence[Feature], folder: Path | None, no_engine: bool) -> 
             checks = check(features, folder)
         if no_engine:
             return Outcome(checks, None)
+        known = {f.part_id(part) for f in catalogue(package) for part in f.parts}
+        others = frozenset(known - checks.parts.keys())
         try:
             with signals_interrupt(), _step(f"a tiny engine of vLLM {version}"):
                 device = checks.facts["device"].partition(" ")[0]
-                return Outcome(checks, try_engine(device, folder))
+                return Outcome(checks, try_engine(device, folder), others=others)
         except EngineError as error:
             return Outcome(checks, None, str(error))
     except CheckError as error:
