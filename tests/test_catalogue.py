@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.beds.layout import RELEASES
 from tests.conftest import FEATURES, recorded
 from vllm_ext.checks.recording import targets_of
-from vllm_ext.core.feature import Verdict
+from vllm_ext.core.feature import Feature, Verdict
 from vllm_ext.core.release import record, recorded_releases
 from vllm_ext.core.seams import split
 from vllm_ext.settings import variables
@@ -66,12 +67,44 @@ def test_all_supported_releases_are_recorded_with_every_part_and_target() -> Non
         assert known.reference.startswith(f"vllm-{release}-")
 
 
-def test_a_part_that_is_native_everywhere_is_to_be_retired() -> None:
-    for part in PARTS:
-        verdicts = {recorded(release, part) for release in RELEASES}
-        assert verdicts - {Verdict.NATIVE, Verdict.IDLE}, (
-            f"{part} has nothing left to do: remove it"
-        )
+def _told(feature: Feature) -> dict[str, set[Verdict]]:
+    """What the records say of each part, over all supported releases."""
+    return {
+        feature.part_id(part): {recorded(release, feature.part_id(part)) for release in RELEASES}
+        for part in feature.parts
+    }
+
+
+def _retired(verdicts: Mapping[str, set[Verdict]]) -> list[str]:
+    """Parts of a feature that no supported release needs; the feature itself if it has no other."""
+    done = [part for part, told in verdicts.items() if told <= {Verdict.NATIVE, Verdict.IDLE}]
+    if len(done) == len(verdicts):
+        return [next(iter(verdicts)).partition(".")[0]]
+    return done
+
+
+def _remove_me(verdicts: Mapping[str, set[Verdict]]) -> None:
+    done = _retired(verdicts)
+    assert not done, (
+        f"remove me: {', '.join(done)} has nothing left to do, every supported release "
+        f"({', '.join(RELEASES)}) has it or has no use for it"
+    )
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_that_every_release_has_is_to_be_removed(name: str) -> None:
+    _remove_me(_told(FEATURES[name]))
+
+
+def test_a_feature_with_nothing_left_to_do_is_found() -> None:
+    everywhere = {"MADE_UP.fix": {Verdict.NATIVE}, "MADE_UP.gap": {Verdict.NATIVE, Verdict.IDLE}}
+    with pytest.raises(AssertionError, match=r"^remove me: MADE_UP has nothing left to do"):
+        _remove_me(everywhere)
+    with pytest.raises(AssertionError, match=r"^remove me: MADE_UP\.fix has nothing left to do"):
+        _remove_me(everywhere | {"MADE_UP.gap": {Verdict.NATIVE, Verdict.ACTIVE}})
+    _remove_me({"MADE_UP.fix": {Verdict.ACTIVE, Verdict.NATIVE}})
+    # What isn't recorded may be needed.
+    _remove_me({"MADE_UP.fix": {Verdict.UNSUPPORTED}})
 
 
 def test_names_are_unique_and_well_formed() -> None:

@@ -11,7 +11,9 @@ from click.testing import CliRunner
 
 from tests.conftest import FEATURES
 from vllm_ext.cli import main
-from vllm_ext.cli.pages import COMPATIBILITY, MARK, compatibility, feature_pages
+from vllm_ext.cli.compatibility import COMPATIBILITY, compatibility, with_table
+from vllm_ext.cli.markdown import MARK
+from vllm_ext.cli.pages import feature_pages
 from vllm_ext.settings import variables
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +44,12 @@ def test_feature_pages_are_what_the_declarations_give() -> None:
 def test_the_compatibility_page_is_what_the_evidence_gives() -> None:
     page = (DOCS / COMPATIBILITY).read_text()
     assert page == compatibility(DOCS / "evidence"), f"older than the evidence: {AGAIN}"
+
+
+def test_the_readme_shows_what_the_evidence_gives() -> None:
+    text = README.read_text()
+    assert text == with_table(text, DOCS / "evidence"), f"older than the evidence: {AGAIN}"
+    assert all(f"| [{name}](docs/features/{name.lower()}.md) |" in text for name in FEATURES)
 
 
 def test_pages_tell_all_that_is_declared() -> None:
@@ -75,19 +83,33 @@ def test_evidence_becomes_a_table_oldest_release_first(tmp_path: Path) -> None:
         {"release": "0.29.0", "plugin": "with", "passed": 13},
         {"release": "any", "plugin": "any", "passed": 3},
     ]
+    whole = [feature.part_id(part) for feature in FEATURES.values() for part in feature.parts]
+    tested = {"verdict": "active", "passed": 4, "red": 2}
     data = {
         "area": "serving",
         "date": "2026-01-02",
         "python": "3.11.9",
+        "command": "make test-all AREA=serving",
         "exit_status": 1,
         "outcomes": outcomes,
+        "parts": {
+            part: {"0.29.0": tested, "0.30.0": {**tested, "verdict": "native", "failed": 1}}
+            for part in whole
+            if part.startswith("SCORE_USAGE.")
+        },
         "failed": ["tests/a.py::b[0.30.0-with]"],
     }
     (tmp_path / "serving.json").write_text(json.dumps(data))
     page = compatibility(tmp_path)
     section = page.partition("## serving\n")[2].partition("\n## ")[0]
-    assert "2026-01-02, Python 3.11.9. **This run failed.**" in section
-    assert [line for line in section.splitlines() if line.startswith("| `")] == [
+    begin = "2026-01-02, Python 3.11.9, `make test-all AREA=serving`. **This run failed.**"
+    assert begin in section
+    parts, _, counts = section.partition("All tests of the area")
+    assert (
+        "| `SCORE_USAGE.prompt_tokens` | active: 4 passed, 2 red | native: 4 passed, 2 red, "
+        "1 failed | no evidence | no evidence | no evidence |" in parts
+    )
+    assert [line for line in counts.splitlines() if line.startswith("| `")] == [
         "| `any` | `any` | 3 | 0 | 0 |",
         "| `0.29.0` | `with` | 13 | 0 | 0 |",
         "| `0.29.0` | `without` | 0 | 7 | 0 |",
@@ -95,6 +117,15 @@ def test_evidence_becomes_a_table_oldest_release_first(tmp_path: Path) -> None:
     ]
     assert "- `tests/a.py::b[0.30.0-with]`" in section
     assert "run `make test-all AREA=caches`" in page
+    small = with_table(README.read_text(), tmp_path).splitlines()
+    (row,) = [line for line in small if line.startswith("| [SCORE_USAGE]")]
+    assert row.split(" | ")[2:] == [
+        "active",
+        "native, **tests failed**",
+        "no evidence",
+        "no evidence",
+        "no evidence |",
+    ]
 
 
 def _anchors(text: str) -> set[str]:

@@ -17,12 +17,17 @@ def altered(release: str, folder: Path, file: str, old: str, new: str) -> Path:
         # Caches of compiled code must not be shared: they speak of the files of the original.
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(source / name, folder / name, copy_function=_link, ignore=skip)
+    rewrite(folder, file, old, new)
+    return folder
+
+
+def rewrite(folder: Path, file: str, old: str, new: str) -> None:
+    """Replace ``old``, which must stand there once, in one file of a copy."""
     path = folder / file
     text = path.read_text()
     assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
     path.unlink()
     path.write_text(text.replace(old, new))
-    return folder
 
 
 def root_of(release: str) -> Path:

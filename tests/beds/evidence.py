@@ -1,7 +1,8 @@
 """Evidence: what ran where. Written by `make test-all AREA=x`, checked by `make evidence-check`.
 
 `docs/evidence/<area>.json` holds, per release and with or without the plugin, how many tests
-passed, failed or were red as they must be, and the hashes of the sources it speaks of.
+passed, failed or were red as they must be; the same per part, with its verdict on each release; the
+command that was run, and the hashes of the sources it speaks of.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.table import Table
+
+from vllm_ext import features as package
+from vllm_ext.core.plan import catalogue
+from vllm_ext.core.release import record, recorded_releases
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "evidence"
@@ -53,6 +58,17 @@ class Evidence:
         self._area = area
         self._counts: dict[tuple[str, str], Counter[str]] = {}
         self._failed: list[str] = []
+        self._part_of: dict[str, str] = {}
+        self._parts: dict[str, dict[str, Counter[str]]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note which part each test speaks of: by its mark, or by its parameter."""
+        for item in session.items:
+            mark = item.get_closest_marker("behaviour")
+            spec = getattr(item, "callspec", None)
+            part = mark.args[0] if mark else spec.params.get("part") if spec else None
+            if part:
+                self._part_of[item.nodeid] = part
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count one outcome under its release and plugin setting, read from the test's id."""
@@ -68,6 +84,21 @@ class Evidence:
         self._counts.setdefault((release, plugin), Counter())[outcome] += 1
         if report.failed:
             self._failed.append(report.nodeid)
+        if part := self._part_of.get(report.nodeid):
+            self._parts.setdefault(part, {}).setdefault(release, Counter())[outcome] += 1
+
+    def _tested(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Verdict and outcomes of each part of the area on each release."""
+        tested: dict[str, dict[str, dict[str, Any]]] = {}
+        for feature in catalogue(package):
+            for part in feature.parts if feature.area == self._area else ():
+                counted = self._parts.get(feature.part_id(part), {})
+                tested[feature.part_id(part)] = {
+                    release: {"verdict": known.judgement(feature, part).verdict, **counted[release]}
+                    for release in recorded_releases()
+                    if (known := record(release)) and release in counted
+                }
+        return tested
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write the evidence of the area; a run without an area writes none."""
@@ -78,52 +109,69 @@ class Evidence:
             "area": self._area,
             "date": datetime.date.today().isoformat(),
             "python": sys.version.split()[0],
+            "command": f"make test-all AREA={self._area}",
             "exit_status": int(exitstatus),
             "outcomes": [
                 {"release": release, "plugin": plugin, **counts}
                 for (release, plugin), counts in sorted(self._counts.items())
             ],
+            "parts": self._tested(),
             "failed": self._failed,
             "sources": sources(self._area),
         }
         (FOLDER / f"{self._area}.json").write_text(json.dumps(data, indent=1) + "\n")
 
 
-def stale() -> dict[str, list[str]]:
-    """Per area, the sources that changed since its evidence was written."""
-    found = {}
-    for path in sorted(FOLDER.glob("*.json")):
-        data = json.loads(path.read_text())
-        now = sources(data["area"])
-        then = data["sources"]
-        changed = [file for file, digest in now.items() if then.get(file) != digest]
-        changed += [file for file in then if not (ROOT / file).is_file()]
-        if data["exit_status"] != 0:
-            changed.insert(0, f"the run itself failed (status {data['exit_status']})")
-        if changed:
-            found[data["area"]] = changed
+def areas() -> dict[str, list[str]]:
+    """The parts of each area of features."""
+    found: dict[str, list[str]] = {}
+    for feature in catalogue(package):
+        found.setdefault(feature.area, []).extend(map(feature.part_id, feature.parts))
     return found
 
 
-def main() -> int:
-    """Print the areas whose evidence is older than their sources; status 1 if there are any."""
-    console = Console()
-    areas = {path.name for path in (ROOT / "src/vllm_ext/features").iterdir() if path.is_dir()}
-    areas = {area for area in areas if not area.startswith("_")}
-    missing = sorted(area for area in areas if not (FOLDER / f"{area}.json").is_file())
-    outdated = stale()
+def stale(folder: Path = FOLDER) -> dict[str, list[str]]:
+    """Why the evidence of each area says nothing of what is here now; empty where it does."""
+    found = {}
+    parts = areas()
+    written = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    for area in sorted(parts.keys() | written.keys()):
+        if area not in written:
+            found[area] = ["there is none"]
+        elif area not in parts:
+            found[area] = ["there are no features of this area any more; remove its file"]
+        else:
+            found[area] = _reasons(area, written[area], parts[area])
+    return found
+
+
+def _reasons(area: str, data: dict[str, Any], parts: list[str]) -> list[str]:
+    reasons = []
+    if data["exit_status"] != 0:
+        reasons.append(f"the run itself failed (status {data['exit_status']})")
+    now, then = sources(area), data["sources"]
+    reasons += [f"{file} is new" for file in now.keys() - then.keys()]
+    reasons += [f"{file} is gone" for file in then if not (ROOT / file).is_file()]
+    reasons += [f"{file} changed" for file in now.keys() & then.keys() if now[file] != then[file]]
+    tested = data.get("parts", {})
+    for part in parts:
+        lacking = [r for r in recorded_releases() if r not in tested.get(part, {})]
+        if lacking:
+            reasons.append(f"no test of {part} on {', '.join(lacking)}")
+    return sorted(reasons)
+
+
+def main(folder: Path = FOLDER) -> int:
+    """Print each area and why its evidence is stale; status 1 if that of any area is."""
+    outdated = stale(folder)
     table = Table(title="Evidence")
     table.add_column("Area")
     table.add_column("State", overflow="fold")
-    for area in sorted(areas):
-        if area in missing:
-            table.add_row(area, f"none: run make test-all AREA={area}", style="red")
-        elif area in outdated:
-            table.add_row(area, f"older than {', '.join(outdated[area])}", style="red")
-        else:
-            table.add_row(area, "fresh", style="green")
-    console.print(table)
-    return 1 if missing or outdated else 0
+    for area, reasons in outdated.items():
+        told = f"stale, run make test-all AREA={area}:\n" + "\n".join(reasons)
+        table.add_row(area, told if reasons else "fresh", style="red" if reasons else "green")
+    Console().print(table)
+    return 1 if any(outdated.values()) else 0
 
 
 if __name__ == "__main__":
