@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from vllm_ext.core.feature import Part, Verdict
 from vllm_ext.core.ledger import Ledger
 from vllm_ext.core.plan import plan
 from vllm_ext.core.release import installation
+from vllm_ext.core.report import Reporter
 from vllm_ext.core.seams import Wrap, function_of, locate, module_of
 from vllm_ext.settings import Settings
 
@@ -133,3 +135,26 @@ def test_registering_ten_times_gives_one_wrapper(
             assert depth == len(others)
     process.stop()
     assert differences(before, snapshot()) == []
+
+
+@pytest.mark.full
+def test_its_check_shows_that_it_is_in_force(
+    ledger: Ledger,
+    installed_release: str,
+    part: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `vllm-ext verify` runs; a probe that can't show it needs a ``check`` beside it."""
+    declared = find_part(part)[1]
+    if declared.check:
+        assert declared.check().verdict is Verdict.ACTIVE
+    assert ledger.apply(part).verdict is Verdict.ACTIVE
+    # As in every process of vLLM: some parts show what the process reports.
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("VLLM_EXT_SERVER_ID", "contract")
+    report = Reporter("contract", installed_release)
+    report.publish(ledger.planned())
+    shown = declared.behaviour()
+    report.remove()
+    assert shown.verdict is Verdict.NATIVE, shown.reason

@@ -22,8 +22,9 @@ def test_a_tiny_engine_starts_answers_and_its_processes_agree(release: str, tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     assert answer["problems"] == []
-    assert {"APIServer", "EngineCore"} <= answer["engine"]["processes"].keys()
-    assert set(answer["engine"]["processes"].values()) == {"live"}
+    processes = answer["engine"]["processes"]
+    assert {"APIServer", "EngineCore"} <= {process["role"] for process in processes}
+    assert {process["state"] for process in processes} == {"live"}
     assert len(answer["engine"]["text"].split()) == 8
     seen = {part_id: part["engine"] for part_id, part in answer["parts"].items()}
     for part_id, part in answer["parts"].items():

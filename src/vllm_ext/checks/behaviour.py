@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import platform
@@ -132,8 +133,10 @@ def _facts(version: str) -> dict[str, str]:
     import torch
     from vllm.platforms import current_platform
 
-    kind = current_platform.device_type
-    name = platform.machine() if kind == "cpu" else current_platform.get_device_name()
+    kind, name = current_platform.device_type, platform.machine()
+    if kind != "cpu":
+        with contextlib.suppress(NotImplementedError):  # not every platform has names
+            name = current_platform.get_device_name()
     return {
         "vLLM": version,
         "Python": platform.python_version(),

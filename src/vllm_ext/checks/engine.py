@@ -19,7 +19,14 @@ _PROMPT = " ".join(WORDS[:20])
 
 
 class EngineError(RuntimeError):
-    """The engine did not start or did not answer; the message says why, in one line."""
+    """The engine did not start or did not answer; the message says why, in one line.
+
+    ``tail``: the last lines of its log, if it died.
+    """
+
+    def __init__(self, reason: str, tail: str = "") -> None:
+        super().__init__(reason)
+        self.tail = tail
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ def try_engine(device: str, folder: Path | None = None) -> Engine:
                 text = _answer(server)
                 return _judged(server, ready, text)
         except ServerDied as death:
-            raise EngineError(f"vllm serve ended with code {death.code}: {death.reason}") from None
+            told = f"vllm serve ended with code {death.code}: {death.reason}"
+            raise EngineError(told, death.tail) from None
         except EngineError:
             raise
         except (OSError, RuntimeError, LookupError, ValueError) as error:

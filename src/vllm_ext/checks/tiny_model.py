@@ -33,7 +33,8 @@ def write_tiny_model(folder: Path) -> Path:
         "num_key_value_heads": _HEADS,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
+        # Every GPU computes in it.
+        "torch_dtype": "float16",
         "vocab_size": len(vocabulary),
         "bos_token_id": vocabulary["<s>"],
         "eos_token_id": vocabulary["</s>"],

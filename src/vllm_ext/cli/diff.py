@@ -8,7 +8,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich.console import Console
@@ -19,6 +19,7 @@ from vllm_ext import features as package
 from vllm_ext.checks.change import Change, Side, State
 from vllm_ext.checks.difference import NATIVE, Difference, differences
 from vllm_ext.checks.probe import ProbeError, probe
+from vllm_ext.cli.ending import cannot_look
 from vllm_ext.cli.style import coloured
 from vllm_ext.core.plan import catalogue
 from vllm_ext.core.release import installation, record, recorded_releases
@@ -47,12 +48,12 @@ def diff(old: str, new: str, as_json: bool, with_probes: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="vllm-ext-diff-") as scratch:
         before, after = _side(old, Path(scratch) / "old"), _side(new, Path(scratch) / "new")
         if with_probes and (after.root is None or Path(scratch) in after.root.parents):
-            _stop(f"--probe imports NEW, so {new} must be installed or unpacked in a folder.")
+            cannot_look(f"--probe imports NEW, so {new} must be installed or unpacked in a folder.")
         with _looking(f"comparing vLLM {before.version} with {after.version}"):
             try:
                 shown = probe(after.root) if with_probes else None
             except ProbeError as error:
-                _stop(str(error))
+                cannot_look(str(error))
             found = differences(catalogue(package), before, after, shown)
     if as_json:
         click.echo(json.dumps(_as_data(before, after, found), indent=2))
@@ -73,9 +74,9 @@ def _side(given: str, scratch: Path) -> Side:
     try:
         found = installation(path)
     except ValueError as error:
-        _stop(f"{error}.")
+        cannot_look(f"{error}.")
     if found is None:
-        _stop(f"There is no vLLM in {given}: no file vllm/__init__.py.")
+        cannot_look(f"There is no vLLM in {given}: no file vllm/__init__.py.")
     return Side.on_disk(found, record(found.release))
 
 
@@ -87,7 +88,7 @@ def _release(given: str) -> Side:
         return Side.on_disk(installed, record(installed.release))
     known = record(given)
     if known is None:
-        _stop(
+        cannot_look(
             f"{given} is neither a folder with an unpacked vLLM, nor a wheel, nor a recorded "
             f"release ({', '.join(recorded_releases())})."
         )
@@ -100,11 +101,6 @@ def _unpacked(wheel: Path, folder: Path) -> Path:
         names = [n for n in archive.namelist() if n.endswith((".py", ".dist-info/METADATA"))]
         archive.extractall(folder, names)
     return folder
-
-
-def _stop(sentence: str) -> NoReturn:
-    click.echo(sentence, err=True)
-    raise SystemExit(2)
 
 
 @contextlib.contextmanager

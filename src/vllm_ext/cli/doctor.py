@@ -21,7 +21,7 @@ from vllm_ext import features as package
 from vllm_ext.checks.probe import ProbeError, probe
 from vllm_ext.cli.style import coloured
 from vllm_ext.core.feature import Feature, Judgement, worst
-from vllm_ext.core.plan import Planned, by_feature, catalogue, expected, plan, refusals
+from vllm_ext.core.plan import Planned, by_feature, catalogue, expected, lacks, plan, refusals
 from vllm_ext.core.release import Installation, installation, record
 from vllm_ext.core.seams import split
 from vllm_ext.settings import SettingsError, read
@@ -243,7 +243,8 @@ def _print(
                 Text(name, style="bold") if at == 0 else "",
                 entry.part.name,
                 coloured(entry.judgement.verdict),
-                Text(entry.judgement.reason),
+                # The table is about one release: no need to name it in every row.
+                Text(entry.judgement.reason.removeprefix(lacks(installed.release))),
                 *shown,
             )
         table.add_section()

@@ -16,6 +16,7 @@ from vllm_ext.cli.style import coloured
 from vllm_ext.core.feature import Feature, Judgement, Part, Verdict, worst
 from vllm_ext.core.plan import catalogue
 from vllm_ext.core.release import record, recorded_releases
+from vllm_ext.names import PREFIX
 
 
 def recorded(feature: Feature, part: Part) -> dict[str, Judgement]:
@@ -66,6 +67,15 @@ def as_data(feature: Feature) -> dict[str, Any]:
     }
 
 
+def find_feature(name: str) -> Feature:
+    """The feature of that name, in any case, or of that toggle; raises click.UsageError."""
+    known = {entry.name: entry for entry in catalogue(package)}
+    found = known.get(name.upper().removeprefix(PREFIX))
+    if found is None:
+        raise click.UsageError(f"there is no feature {name!r}; there are {', '.join(known)}")
+    return found
+
+
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def list_features(as_json: bool) -> None:
@@ -105,10 +115,7 @@ def list_features(as_json: bool) -> None:
 @click.argument("feature")
 def explain(feature: str) -> None:
     """Tell what FEATURE changes, where, why, and how to switch it."""
-    known = {entry.name: entry for entry in catalogue(package)}
-    found = known.get(feature.upper().removeprefix("VLLM_EXT_"))
-    if found is None:
-        raise click.UsageError(f"there is no feature {feature!r}; there are {', '.join(known)}")
+    found = find_feature(feature)
     console = Console()
     told = Text.assemble((found.summary, "bold"), f"\n\n{found.why}")
     console.print(Panel(told, title=Text(found.name, "bold")))
@@ -120,10 +127,9 @@ def explain(feature: str) -> None:
             f"Option:   {found.variable(option)} ({option.takes}, default "
             f"{option.default}): {option.summary}",
             highlight=False,
-            soft_wrap=True,
         )
     for part in found.parts:
-        console.print(Text.assemble("\n", (part.name, "bold"), f": {part.summary}"), soft_wrap=True)
+        console.print(Text.assemble("\n", (part.name, "bold"), f": {part.summary}"))
         touched = [(type(seam).__name__, seam.target) for seam in part.seams]
         for how, target in touched + [("relies on", target) for target in part.relies_on]:
             console.print(Text(f"{how:>11}  {target}"), soft_wrap=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -18,6 +18,8 @@ from rich.text import Text
 
 from vllm_ext import __version__
 from vllm_ext import features as package
+from vllm_ext.cli.ending import cannot_look
+from vllm_ext.cli.listing import find_feature
 from vllm_ext.core.feature import Feature, Verdict
 from vllm_ext.core.plan import catalogue
 from vllm_ext.core.release import installation
@@ -25,7 +27,7 @@ from vllm_ext.names import DISABLE, PREFIX, SERVER_ID
 
 if TYPE_CHECKING:
     from vllm_ext.checks.behaviour import Checks
-    from vllm_ext.checks.engine import Engine
+    from vllm_ext.checks.engine import Engine, EngineError
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Outcome:
 
     checks: Checks
     engine: Engine | None
-    failure: str | None = None
+    failure: EngineError | None = None
     others: frozenset[str] = frozenset()
 
     @property
@@ -81,7 +83,7 @@ def verify(name: str | None, no_engine: bool, as_json: bool, folder: Path | None
     Prints a block to paste into a bug report. Exit status: 0 all is as it should be, 1 something
     isn't, 2 it can't be looked at.
     """
-    features = _chosen(name)
+    features = [find_feature(name)] if name else catalogue(package)
     outcome = _look(features, folder, no_engine)
     if as_json:
         click.echo(json.dumps(_as_data(outcome), indent=2))
@@ -91,16 +93,6 @@ def verify(name: str | None, no_engine: bool, as_json: bool, folder: Path | None
         for sentence in outcome.problems:
             console.print(Text(sentence, style="bold red"), soft_wrap=True)
     raise SystemExit(1 if outcome.problems else 0)
-
-
-def _chosen(name: str | None) -> list[Feature]:
-    known = {feature.name: feature for feature in catalogue(package)}
-    if name is None:
-        return list(known.values())
-    found = known.get(name.upper().removeprefix(PREFIX))
-    if found is None:
-        raise click.UsageError(f"there is no feature {name!r}; there are {', '.join(known)}")
-    return [found]
 
 
 def _look(features: Sequence[Feature], folder: Path | None, no_engine: bool) -> Outcome:
@@ -121,9 +113,9 @@ def _look(features: Sequence[Feature], folder: Path | None, no_engine: bool) -> 
                 device = checks.facts["device"].partition(" ")[0]
                 return Outcome(checks, try_engine(device, folder), others=others)
         except EngineError as error:
-            return Outcome(checks, None, str(error))
+            return Outcome(checks, None, error)
     except CheckError as error:
-        _stop(str(error))
+        cannot_look(str(error))
     except KeyboardInterrupt:
         click.echo("Stopped; no process is left.", err=True)
         raise SystemExit(130) from None
@@ -131,19 +123,16 @@ def _look(features: Sequence[Feature], folder: Path | None, no_engine: bool) -> 
 
 def _version(folder: Path | None) -> str:
     if os.environ.get(DISABLE, "").strip() == "1":
-        _stop(f"{DISABLE}=1 switches everything off; unset it to verify something.")
+        cannot_look(f"{DISABLE}=1 switches everything off; unset it to verify something.")
     try:
         installed = installation(folder)
     except ValueError as error:
-        _stop(f"{error}.")
+        cannot_look(f"{error}.")
     if installed is None:
-        _stop(f"There is no vLLM {f'in {folder}' if folder else 'in this Python environment'}.")
+        cannot_look(
+            f"There is no vLLM {f'in {folder}' if folder else 'in this Python environment'}."
+        )
     return installed.version
-
-
-def _stop(sentence: str) -> NoReturn:
-    click.echo(sentence, err=True)
-    raise SystemExit(2)
 
 
 @contextmanager
@@ -183,7 +172,9 @@ def _block(outcome: Outcome) -> list[str]:
             active = sum(word == Verdict.ACTIVE for word, _ in process.parts.values())
             armed = sum(word == Verdict.ARMED for word, _ in process.parts.values())
             lines.append(f"  {process.role}: {active} parts active, {armed} armed")
-    elif not outcome.failure:
+    elif outcome.failure:
+        lines += ["engine: failed", *(f"  {line}" for line in outcome.failure.tail.splitlines())]
+    else:
         lines.append("engine: not started (--no-engine)")
     problems = outcome.problems
     lines += [f"PROBLEM {sentence}" for sentence in problems]
@@ -228,7 +219,10 @@ def _as_data(outcome: Outcome) -> dict[str, Any]:
         and {
             "ready_s": round(engine.ready, 1),
             "text": engine.text,
-            "processes": {process.role: process.state for process in engine.processes},
+            "processes": [
+                {"pid": process.pid, "role": process.role, "state": process.state}
+                for process in engine.processes
+            ],
         },
         "problems": outcome.problems,
     }

@@ -94,8 +94,13 @@ def _judge(
             Verdict.DRIFTED, f"the source is not that of vLLM {known.release}: {drift}"
         )
     if recorded.verdict is Verdict.ACTIVE:
-        return Judgement(Verdict.ARMED, f"vLLM {known.release} lacks it: {recorded.reason}")
+        return Judgement(Verdict.ARMED, lacks(known.release) + recorded.reason)
     return recorded
+
+
+def lacks(release: str) -> str:
+    """How the reason of a part begins that a release lacks."""
+    return f"vLLM {release} lacks it: "
 
 
 def expected(planned: Iterable[Planned]) -> tuple[Planned, ...]:
