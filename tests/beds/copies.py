@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sysconfig
 from pathlib import Path
 
 from tests.beds.layout import release_path
-from vllm_ext.core.release import record
+from vllm_ext.core.release import installation, record
 
 
 def altered(release: str, folder: Path, file: str, old: str, new: str) -> Path:
@@ -32,7 +31,9 @@ def rewrite(folder: Path, file: str, old: str, new: str) -> None:
 
 def root_of(release: str) -> Path:
     """The folder that holds the package ``vllm`` of a release."""
-    return release_path(release) or Path(sysconfig.get_path("purelib"))
+    found = installation(release_path(release))
+    assert found is not None
+    return found.root
 
 
 def skeleton(folder: Path, release: str, version: str) -> Path:

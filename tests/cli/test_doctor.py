@@ -291,7 +291,7 @@ def test_a_folder_without_vllm_can_not_be_looked_at(made: bool, tmp_path: Path) 
 
 
 def test_an_environment_without_vllm_can_not_be_looked_at(tmp_path: Path) -> None:
-    for name in ("vllm_ext", "click", "rich", "markdown_it", "mdurl", "pygments"):
+    for name in ("vllm_ext", "click", "rich", "markdown_it", "mdurl", "packaging", "pygments"):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None
         (tmp_path / name).symlink_to(Path(spec.origin).parent)
