@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from vllm_ext import __version__
 from vllm_ext import features as package
+from vllm_ext.checks.change import count
 from vllm_ext.cli.ending import cannot_look
 from vllm_ext.cli.listing import find_feature
 from vllm_ext.core.feature import Feature, Verdict
@@ -44,12 +44,12 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
-        """One sentence per part or process that isn't as it should be."""
-        wrong = [
-            f"{part_id}: {checked.wrong}"
-            for part_id, checked in self.checks.parts.items()
-            if checked.wrong
-        ]
+        """One sentence per reason why parts or processes aren't as they should be."""
+        why: dict[str, list[str]] = {}
+        for part_id, checked in self.checks.parts.items():
+            if checked.wrong:
+                why.setdefault(checked.wrong, []).append(part_id)
+        wrong = [f"{', '.join(parts)}: {reason}" for reason, parts in why.items()]
         failure = [f"the tiny engine failed: {self.failure}"] if self.failure else []
         told = self.engine.problems if self.engine else []
         return [*wrong, *failure, *(s for s in told if not any(part in s for part in self.others))]
@@ -60,10 +60,10 @@ class Outcome:
             return ""
         active = self.engine.roles(part_id, Verdict.ACTIVE)
         armed = self.engine.roles(part_id, Verdict.ARMED)
-        count = self.engine.effects[part_id]
+        effects = self.engine.effects[part_id]
         told = [f"active in {', '.join(active)}"] if active else []
         told += ["this engine has no use for it"] if armed and not active else []
-        told += [f"{count} effects"] if count else []
+        told += [count(effects, "effect")] if effects else []
         return "; ".join(told)
 
 
@@ -89,9 +89,6 @@ def verify(name: str | None, no_engine: bool, as_json: bool, folder: Path | None
         click.echo(json.dumps(_as_data(outcome), indent=2))
     else:
         click.echo("\n".join(_block(outcome)))
-        console = Console(stderr=True)
-        for sentence in outcome.problems:
-            console.print(Text(sentence, style="bold red"), soft_wrap=True)
     raise SystemExit(1 if outcome.problems else 0)
 
 
@@ -171,7 +168,7 @@ def _block(outcome: Outcome) -> list[str]:
         for process in engine.processes:
             active = sum(word == Verdict.ACTIVE for word, _ in process.parts.values())
             armed = sum(word == Verdict.ARMED for word, _ in process.parts.values())
-            lines.append(f"  {process.role}: {active} parts active, {armed} armed")
+            lines.append(f"  {process.role}: {count(active, 'part')} active, {armed} armed")
     elif outcome.failure:
         lines += ["engine: failed", *(f"  {line}" for line in outcome.failure.tail.splitlines())]
     else:
@@ -179,7 +176,7 @@ def _block(outcome: Outcome) -> list[str]:
     problems = outcome.problems
     lines += [f"PROBLEM {sentence}" for sentence in problems]
     right = sum(_mark(outcome, part_id) == "right" for part_id in outcome.checks.parts)
-    lines.append(f"{right} parts checked and right, {len(problems)} problems")
+    lines.append(f"{count(right, 'part')} checked and right, {count(len(problems), 'problem')}")
     return [*lines, "```"]
 
 
@@ -187,7 +184,7 @@ def _aligned(outcome: Outcome) -> Iterator[str]:
     width = max(map(len, outcome.checks.parts), default=0)
     for part_id, checked in outcome.checks.parts.items():
         verdict = checked.judgement.verdict
-        shown = checked.wrong or (checked.check or checked.judgement).reason
+        shown = "see below" if checked.wrong else (checked.check or checked.judgement).reason
         seen = outcome.seen(part_id)
         told = f"{shown} [{seen}]" if seen else shown
         yield f"{_mark(outcome, part_id):<5} {part_id:<{width}} {verdict:<11} {told}"
