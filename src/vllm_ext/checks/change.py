@@ -141,18 +141,22 @@ def _elsewhere(
         except (SyntaxError, ValueError):
             continue
         for qualname in names:
-            alike = qualname.split(".")[-1] == path[-1]
-            if not alike and (file != own or len(body) < _TELLING):
-                continue
-            found = fingerprint(source, f"m:{qualname}")
+            full = qualname.split(".") == path
+            alike = full or (len(body) >= _TELLING and (file == own or _last(qualname) == path[-1]))
+            found = fingerprint(source, f"m:{qualname}") if alike else None
             if found is None:
                 continue
-            hit = (file, found.line, qualname, found.split()[1:] == body)
-            if body and hit[3]:
-                yield hit
-            elif qualname.split(".") == path and file != own:
-                other.append(hit)
+            # A class has no body here: its digest tells, which is without its name.
+            same = found.split()[1:] == body if body else found.digest == before.digest
+            if same:
+                yield file, found.line, qualname, True
+            elif full:
+                other.append((file, found.line, qualname, False))
     yield from other
+
+
+def _last(qualname: str) -> str:
+    return qualname.rpartition(".")[2]
 
 
 def _naming(root: Path, path: list[str], own: str | None) -> list[str]:
@@ -166,11 +170,9 @@ def _naming(root: Path, path: list[str], own: str | None) -> list[str]:
             found.append(name)
             if len(path) > 1 and outer.search(text):
                 within.append(name)
-    return (
-        [*within, *(name for name in found if name not in within)]
-        if (len(found) <= _COMMON)
-        else within
-    )
+    if len(found) > _COMMON:
+        return within
+    return [*within, *(name for name in found if name not in within)]
 
 
 def _difference(
