@@ -164,8 +164,9 @@ def floors(answer: Answer, case: Case, kind: str) -> str:
     found, need, most = answer.sampled.count(FLOOR), case.values, case.values
     if kind == "+inf" and "n=2" in case.name:
         need = 2  # a token drawn from NaN isn't the one that goes on
-    if kind == "NaN" or "echo" in case.name:
-        most = len(answer.sampled)  # so are others of the prompt, and what shares its KV block
+    if kind == "NaN" or "echo" in case.name or case.part == "token_in":
+        # So are others of the prompt, what shares its KV block, and a candidate more or less.
+        most = len(answer.sampled)
     if need and not need <= found <= most:
         return f"{found} logprobs are {FLOOR}, expected {need} to {most}: {answer.sampled}"
     if "prompt" in case.name and FLOOR not in answer.others:

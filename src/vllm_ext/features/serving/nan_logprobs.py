@@ -29,21 +29,23 @@ def finite(value: float) -> float:
     return value if isfinite(value) else FLOOR
 
 
+def all_finite(steps: Iterable[Any]) -> bool:
+    """Whether all engine-side logprobs are: a dict of Logprob (or None) for each position."""
+    # A sum of float32 values is finite if and only if all of them are; adding up is cheapest.
+    return isfinite(sum([each.logprob for step in steps if step for each in step.values()]))
+
+
 def clean_completion(logprobs: Any) -> bool:
     """Make a ``CompletionLogProbs`` finite, in place; whether anything was changed.
 
     The first position of an echoed prompt has no logprob (None), and keeps none.
     """
-    # A sum of float32 values is finite if and only if all of them are, and runs in C.
-    total = sum(filter(None, logprobs.token_logprobs))
-    for top in logprobs.top_logprobs:
-        if top:
-            total += sum(top.values())
-    if isfinite(total):
-        return False
     values = logprobs.token_logprobs
+    tops = [top for top in logprobs.top_logprobs if top]
+    if isfinite(sum(filter(None, values)) + sum([sum(top.values()) for top in tops])):
+        return False
     values[:] = [None if value is None else finite(value) for value in values]
-    for top in filter(None, logprobs.top_logprobs):
+    for top in tops:
         for token, value in top.items():
             top[token] = finite(value)
     return True
@@ -52,30 +54,33 @@ def clean_completion(logprobs: Any) -> bool:
 def clean_entries(entries: Iterable[Any]) -> bool:
     """Make the ``logprob`` of each entry and of its ``top_logprobs`` finite, in place.
 
-    ``entries`` have the form of chat, responses and token-in answers. Whether anything was changed.
+    ``entries`` have the form of chat, responses and token-in answers, or are Logprobs themselves.
+    Whether anything was changed.
     """
-    total = 0.0
-    for entry in entries:
-        total += entry.logprob
-        if entry.top_logprobs:
-            total += sum([top.logprob for top in entry.top_logprobs])
-    if isfinite(total):
-        return False
-    for entry in entries:
-        for each in (entry, *(entry.top_logprobs or ())):
-            each.logprob = finite(each.logprob)
-    return True
+    every = [each for entry in entries for each in (entry, *_candidates(entry))]
+    wrong = [each for each in every if not isfinite(each.logprob)]
+    for each in wrong:
+        each.logprob = FLOOR
+    return bool(wrong)
 
 
-def clean_prompt(prompt_logprobs: Any) -> bool:
-    """Make ``prompt_logprobs`` (a dict of Logprob for each position, or None) finite, in place."""
-    positions = [list(position.values()) for position in prompt_logprobs or () if position]
-    if isfinite(sum([sum([each.logprob for each in position]) for position in positions])):
-        return False
-    for position in positions:
-        for each in position:
-            each.logprob = finite(each.logprob)
-    return True
+def _candidates(entry: Any) -> Iterable[Any]:
+    return getattr(entry, "top_logprobs", None) or ()
+
+
+def _presented(
+    part: str,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+) -> Any:
+    """What vLLM makes of engine-side logprobs (its third argument, ``name``), made finite."""
+    answer = original(*args, **kwargs)
+    steps = kwargs[name] if name in kwargs else args[2]
+    if not all_finite(steps) and clean_entries(getattr(answer, "content", answer)):
+        effect(f"NAN_LOGPROBS.{part}")
+    return answer
 
 
 def _completions(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,38 +91,27 @@ def _completions(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _chat(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    logprobs = original(*args, **kwargs)
-    if clean_entries(logprobs.content):
-        effect("NAN_LOGPROBS.chat")
-    return logprobs
+    return _presented("chat", original, args, kwargs, "top_logprobs")
 
 
 def _responses(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    logprobs = original(*args, **kwargs)
-    if clean_entries(logprobs):
-        effect("NAN_LOGPROBS.responses")
-    return logprobs
-
-
-def _prompt_logprobs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    prompt_logprobs = original(*args, **kwargs)
-    if clean_prompt(prompt_logprobs):
-        effect("NAN_LOGPROBS.prompt_logprobs")
-    return prompt_logprobs
+    return _presented("responses", original, args, kwargs, "logprobs")
 
 
 def _token_in(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    logprobs = original(*args, **kwargs)
-    if clean_entries(logprobs.content):
-        effect("NAN_LOGPROBS.token_in")
-    return logprobs
+    return _presented("token_in", original, args, kwargs, "top_logprobs")
 
 
 def _token_in_inf(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    logprobs = original(*args, **kwargs)
-    if clean_entries(logprobs.content):
-        effect("NAN_LOGPROBS.token_in_inf")
-    return logprobs
+    return _presented("token_in_inf", original, args, kwargs, "top_logprobs")
+
+
+def _prompt_logprobs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    positions = original(*args, **kwargs)
+    if positions and not all_finite(positions):
+        clean_entries([each for position in positions if position for each in position.values()])
+        effect("NAN_LOGPROBS.prompt_logprobs")
+    return positions
 
 
 def _transcription(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -68,10 +68,15 @@ def token_answers(values: Iterable[float]) -> list[Any]:
     logprobs = steps(*values)
     try:
         answers = [serving._create_tokens_logprobs(TOKENS, logprobs, 2)]
-    except TypeError:  # from 0.32.0 on: all candidates, and a form with texts besides
+    except TypeError:  # from 0.32.0 on it tells all candidates
         answers = [serving._create_tokens_logprobs(TOKENS, logprobs)]
     if hasattr(serving, "_create_text_logprobs"):
-        answers.append(serving._create_text_logprobs(TOKENS, logprobs, None, None))
+        try:
+            answers.append(
+                serving._create_text_logprobs(TOKENS, logprobs, num_output_top_logprobs=2)
+            )
+        except TypeError:  # from 0.33.0 on it does too
+            answers.append(serving._create_text_logprobs(TOKENS, logprobs))
     return answers
 
 
