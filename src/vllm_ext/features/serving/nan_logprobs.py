@@ -166,7 +166,8 @@ def raise_ranks(output: Any) -> bool:
     """
     changed = False
     sampled, prompt = output.new_logprobs, output.new_prompt_logprobs_tensors
-    if sampled is not None and (sampled.sampled_token_ranks < 1).any():
+    # One rank as a rule: a list of it costs a tenth of what an array operation does.
+    if sampled is not None and min(sampled.sampled_token_ranks.tolist(), default=1) < 1:
         ranks = sampled.sampled_token_ranks.clip(min=1)
         output.new_logprobs = sampled._replace(sampled_token_ranks=ranks)
         changed = True
