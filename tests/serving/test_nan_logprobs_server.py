@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.beds.corrupt import CorruptLlama, corrupt_llama
-from tests.beds.logprob_requests import FLOOR, Answer, ask, cases, floors, words_of
+from tests.beds.logprob_requests import FLOOR, TOKENS, Answer, ask, cases, floors, words_of
 from tests.beds.serving import serve
 from vllm_ext.checks.server import Server
 
@@ -61,6 +62,11 @@ class Served:
             self.matrix[kind, case.name] = ask(self.server, self.model, case, words)
 
 
+def scale_out(release: str) -> list[str]:
+    """What switches /inference/v1/generate on; 0.29.0 has it without."""
+    return [] if release == "0.29.0" else ["--enable-scale-out"]
+
+
 @pytest.fixture(scope="session")
 def served(release: str, plugin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server per release and plugin setting, in the batch-invariant setting of the CPU build.
@@ -69,8 +75,8 @@ def served(release: str, plugin: str, tmp_path_factory: pytest.TempPathFactory) 
     """
     folder = tmp_path_factory.mktemp(f"nan-{release}-{plugin}")
     model = corrupt_llama(folder / "model", dtype="bfloat16")
-    args = [*model.serve_args, *([] if release == "0.29.0" else ["--enable-scale-out"])]
     env = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
+    args = scale_out(release)
     with serve(model, release, folder / "log", plugin=plugin, args=args, env=env) as server:
         made = Served(server, model)
         for prompt in made.mates:
@@ -172,3 +178,24 @@ def test_a_prompt_that_is_cached_is_answered_the_same(served: Served) -> None:
         answers.append(answer)
     assert served.server.metric("vllm:prefix_cache_hits_total") > hits
     assert answers[0] == answers[1]
+
+
+@pytest.mark.full
+@pytest.mark.behaviour(
+    "NAN_LOGPROBS.token_in_inf",
+    wrong=rf"^\['HTTP 400 {NOT_COMPLIANT}', 'null for 8 of \d+ logprobs'\]",
+)
+def test_token_in_with_raw_logits(release: str, plugin: str, tmp_path: Path) -> None:
+    """The +inf of one logit is one value of its row then; all others stay what they are."""
+    model = corrupt_llama(tmp_path / "model", dtype="bfloat16")
+    args = ["--logprobs-mode", "raw_logits", *scale_out(release)]
+    chosen = [case for case in cases() if case.part == "token_in"]
+    words = words_of(model)["+inf"]
+    with serve(model, release, tmp_path / "log", plugin=plugin, args=args) as server:
+        answers = [ask(server, model, case, words) for case in chosen]
+    problems = [answer.problem for answer in answers]
+    assert not any(problems), problems
+    for answer in answers:
+        # The token with that logit is sampled every time; as a candidate it is told once more.
+        assert answer.sampled.count(FLOOR) == 2 * TOKENS
+        assert len(set(answer.sampled)) > TOKENS
