@@ -23,6 +23,15 @@ VERDICTS = {
         "compile_key": "active active active active active",
         "modelinfos": "active active active active active",
     },
+    "NAN_LOGPROBS": {
+        **dict.fromkeys(
+            ("completions", "chat", "responses", "prompt_logprobs", "transcription"),
+            "active active active active active",
+        ),
+        "token_in": "active active active native native",
+        "token_in_inf": "idle idle idle active active",
+        "rust_ranks": "active active native native native",
+    },
     "SCORE_USAGE": {
         "prompt_tokens": "active native native native native",
         "missing_inputs": "idle active active active active",

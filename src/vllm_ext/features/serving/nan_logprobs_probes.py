@@ -1,0 +1,190 @@
+"""What an unpatched vLLM puts into an answer for logprobs that are no finite numbers."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from math import inf, isfinite, nan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_ext.core.feature import Judgement, Verdict
+
+TOKENS = [5, 6]
+# vllm-rs up to 0.30.0 holds this text, and stops serving where it says it.
+REFUSAL = b"token_ranks must be >= 1 for decoded engine-core logprobs"
+
+
+def steps(*values: float) -> list[dict[int, Any]]:
+    """Engine-side logprobs of TOKENS: the sampled token first, then one more candidate."""
+    from vllm.logprobs import Logprob
+
+    first, second = values[0], values[-1]
+    return [
+        {token: Logprob(first, 0, f"t{token}"), 7: Logprob(second, 1, "t7")} for token in TOKENS
+    ]
+
+
+def completion_answer(values: Iterable[float]) -> Any:
+    """What vLLM makes of engine-side logprobs for /v1/completions."""
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    serving = object.__new__(OpenAIServingCompletion)
+    serving.return_tokens_as_token_ids = False
+    return serving._create_completion_logprobs(TOKENS, steps(*values), 1, None)
+
+
+def chat_answer(values: Iterable[float]) -> Any:
+    """What vLLM makes of engine-side logprobs for /v1/chat/completions."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+
+    serving = object.__new__(OpenAIServingChat)
+    serving.return_tokens_as_token_ids = False
+    return serving._create_chat_logprobs(TOKENS, steps(*values), None, 2)
+
+
+def response_answer(values: Iterable[float]) -> Any:
+    """What vLLM makes of engine-side logprobs for /v1/responses."""
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    serving = object.__new__(OpenAIServingResponses)
+    serving.return_tokens_as_token_ids = False
+    return serving._create_response_logprobs(TOKENS, steps(*values), None, 2)
+
+
+def prompt_answer(values: Iterable[float]) -> Any:
+    """What vLLM makes of engine-side prompt logprobs."""
+    from vllm.entrypoints.generate.base import serving
+
+    return serving.clamp_prompt_logprobs([None, *steps(*values)])
+
+
+def token_answers(values: Iterable[float]) -> list[Any]:
+    """What vLLM makes of engine-side logprobs for /inference/v1/generate, in each of its forms."""
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+
+    serving = object.__new__(ServingTokens)
+    logprobs = steps(*values)
+    try:
+        answers = [serving._create_tokens_logprobs(TOKENS, logprobs, 2)]
+    except TypeError:  # from 0.32.0 on it tells all candidates
+        answers = [serving._create_tokens_logprobs(TOKENS, logprobs)]
+    if hasattr(serving, "_create_text_logprobs"):
+        try:
+            answers.append(
+                serving._create_text_logprobs(TOKENS, logprobs, num_output_top_logprobs=2)
+            )
+        except TypeError:  # from 0.33.0 on it does too
+            answers.append(serving._create_text_logprobs(TOKENS, logprobs))
+    return answers
+
+
+def segments(values: Iterable[float]) -> list[Any]:
+    """What vLLM makes of engine-side logprobs for a verbose transcription of one segment."""
+    from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
+    from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionSegment
+    from vllm.logprobs import Logprob
+
+    start, end, word, stop = 100, 150, 5, 99
+    serving = object.__new__(SpeechToTextBaseServing)
+    serving.tokenizer = SimpleNamespace(
+        encode=lambda text, add_special_tokens: [start],
+        decode=lambda ids: "word",
+        eos_token_id=stop,
+    )
+    first, *_ = values
+    logprobs = [{word: Logprob(first)}, {end: Logprob(-1.0)}, {end: Logprob(-1.0)}]
+    return serving._get_verbose_segments(
+        (word, end),
+        logprobs,
+        SimpleNamespace(temperature=0.0),
+        TranscriptionSegment,
+        start_time=0.0,
+    )
+
+
+def values_of(answer: Any) -> list[float]:
+    """All logprobs in an answer."""
+    if hasattr(answer, "token_logprobs"):
+        return [*answer.token_logprobs, *(v for top in answer.top_logprobs for v in top.values())]
+    entries = getattr(answer, "content", answer)
+    if any(isinstance(entry, dict) or entry is None for entry in entries):
+        return [each.logprob for entry in entries if entry for each in entry.values()]
+    each = [e for entry in entries for e in (entry, *(getattr(entry, "top_logprobs", None) or ()))]
+    return [e.avg_logprob if hasattr(e, "avg_logprob") else e.logprob for e in each]
+
+
+def _judge(answers: dict[str, Iterable[Any]]) -> Judgement:
+    """ACTIVE if a value is not finite; ``answers`` by what the engine had."""
+    for had, told in answers.items():
+        values = [value for answer in told for value in values_of(answer)]
+        wrong = [value for value in values if not isfinite(value)]
+        if wrong:
+            return Judgement(
+                Verdict.ACTIVE, f"a logprob of {had} goes into the answer as {wrong[0]}"
+            )
+    return Judgement(Verdict.NATIVE, "logprobs that are not finite go into the answer as numbers")
+
+
+_NAN, _INF = (nan, nan), (inf, -1.0)
+
+
+def completions() -> Judgement:
+    """Probe of the part."""
+    return _judge({"NaN": [completion_answer(_NAN)], "+inf": [completion_answer(_INF)]})
+
+
+def chat() -> Judgement:
+    """Probe of the part."""
+    return _judge({"NaN": [chat_answer(_NAN)], "+inf": [chat_answer(_INF)]})
+
+
+def responses() -> Judgement:
+    """Probe of the part."""
+    return _judge({"NaN": [response_answer(_NAN)], "+inf": [response_answer(_INF)]})
+
+
+def prompt_logprobs() -> Judgement:
+    """Probe of the part."""
+    return _judge({"NaN": [prompt_answer(_NAN)], "+inf": [prompt_answer(_INF)]})
+
+
+def token_in() -> Judgement:
+    """Probe of the part."""
+    return _judge({"NaN": token_answers(_NAN)})
+
+
+def token_in_inf() -> Judgement:
+    """Probe of the part."""
+    if len(token_answers(_NAN)) == 1:
+        return Judgement(Verdict.IDLE, "the part token_in takes +inf along")
+    return _judge({"+inf": token_answers(_INF)})
+
+
+def transcription() -> Judgement:
+    """Probe of the part."""
+    return _judge({"NaN": [segments(_NAN)], "+inf": [segments(_INF)]})
+
+
+def rust_ranks() -> Judgement:
+    """Probe of the part: by the binary where there is one, else by the frames it was made for."""
+    import vllm
+    from vllm.v1.engine import EngineCoreOutput
+
+    binary = Path(vllm.__file__).with_name("vllm-rs")
+    if binary.is_file():
+        refuses, seen = refuses_rank_0(binary), "its vllm-rs"
+    else:
+        # CPU builds have no binary. Both changed in the same release, which a test compares.
+        refuses = "prompt_token_id_logprobs" not in EngineCoreOutput.__struct_fields__
+        seen = "the vllm-rs that reads frames of this form"
+    if refuses:
+        return Judgement(Verdict.ACTIVE, f"{seen} stops serving at the first rank 0")
+    return Judgement(Verdict.NATIVE, f"{seen} takes rank 0")
+
+
+def refuses_rank_0(binary: Path) -> bool:
+    """Whether a ``vllm-rs`` gives up at the first rank 0; reads the file, runs nothing."""
+    with binary.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
+        return image.find(REFUSAL) >= 0
