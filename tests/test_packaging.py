@@ -126,7 +126,9 @@ def test_wheel_holds_the_whole_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("vllm_ext/")}
     package = ROOT / "src"
-    kinds = ("vllm_ext/**/*.py", "vllm_ext/core/releases/*.json", "vllm_ext/py.typed")
+    data = ("py.typed", "core/releases/*.json", "wire/schemas/*.json")
+    data += tuple(f"wire/proto/*.{kind}" for kind in ("proto", "pyi", "binpb"))
+    kinds = ("vllm_ext/**/*.py", *(f"vllm_ext/{kind}" for kind in data))
     written = {str(path.relative_to(package)) for kind in kinds for path in package.glob(kind)}
     assert held == written
 
