@@ -85,8 +85,8 @@ class Introspection:
         elif issubclass(cls, tuple) and hasattr(cls, "_field_defaults"):
             seen = self.messages[name] = Seen(cls.__module__, "tuple", [])
             hints = typing.get_type_hints(cls)
-            for field_name in cls._fields:
-                default = cls._field_defaults.get(field_name, MISSING)
+            for field_name in getattr(cls, "_fields", ()):
+                default = vars(cls)["_field_defaults"].get(field_name, MISSING)
                 seen.fields.append((field_name, self._type(hints[field_name]), default))
         return name
 

@@ -166,11 +166,15 @@ def test_check_fails_closed_on_an_unknown_release(version: str, copy: Path) -> N
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("class EngineCoreEvent(msgspec.Struct):", "class EngineCoreEvent(Unknown):", "Unknown"),
+        (
+            "class EngineCoreEvent(msgspec.Struct):",
+            "class EngineCoreEvent(Unknown):",
+            "from Unknown",
+        ),
         ("class EngineCoreEvent(", "@made\nclass EngineCoreEvent(", "made by a decorator, @made"),
         ("    timestamp: float\n", "    timestamp: Mystery\n", "the type Mystery"),
         ("    array_like=True,", "    array_like=bool(1),", "array_like=bool(1)"),
-        ("import enum\n", "import enum\nnot Python\n", "can't parse"),
+        ("import enum\n", "import enum\n)\n", "can't parse"),
         ("class EngineCoreOutputs(", "class Outputs(", "no class vllm.v1.engine.EngineCoreOutputs"),
     ],
 )

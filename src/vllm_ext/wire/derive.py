@@ -7,6 +7,7 @@ What isn't understood for certain is an error, never a guess.
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -134,10 +135,13 @@ class _Derivation:
             while isinstance(expression, ast.Subscript):
                 expression = expression.value
             base = self.sources.find(found.module, expression)
+            name = ast.unparse(expression)
+            if base is None and not hasattr(builtins, name):
+                raise UnderivableError(f"{found.dotted} inherits from {name}, which isn't known")
             if base and isinstance(base.node, ast.ClassDef):
                 yield from self._bases(base)
             else:
-                yield base or Found(ast.unparse(expression))
+                yield base or Found(name)
         yield found
 
     def _is_dataclass(self, found: Found) -> bool:
