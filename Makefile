@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install environment demo test test-all soak evidence-check record lint clean
+.PHONY: help install environment demo test test-all test-rust-frontend soak evidence-check record lint clean
 
 PYTHON ?= python3.11
 AREA ?=
@@ -19,6 +19,7 @@ help:
 	@echo "make demo             the real server, before and after"
 	@echo "make test             the tests of CI"
 	@echo "make test-all AREA=x  one area on all releases, with and without the plugin; writes docs/evidence/x.json"
+	@echo "make test-rust-frontend  the tests with real vllm-rs binaries (fetches CUDA wheels, 1.6 GB)"
 	@echo "make soak             long runs"
 	@echo "make evidence-check   names evidence older than the sources it speaks of"
 	@echo "make record           records all releases anew (fetches their CUDA wheels, 1.6 GB)"
@@ -89,6 +90,9 @@ test: install
 
 test-all: install
 	@exec $(PY) -m pytest --all --area=$(AREA)
+
+test-rust-frontend: install
+	@exec $(PY) -m pytest --rust-frontend
 
 soak: install
 	@exec $(PY) -m pytest --soak

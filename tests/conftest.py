@@ -34,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--all", action="store_true", help="engine tests on all releases")
     group.addoption("--area", default="", help="with --all: only this area, and write its evidence")
     group.addoption("--soak", action="store_true", help="only the soak tests")
+    group.addoption(
+        "--rust-frontend",
+        action="store_true",
+        help="only the tests with a real vllm-rs; fetches CUDA wheels that are not cached",
+    )
     group.addoption("--release", default="", help="internal: the child run of that release")
 
 
@@ -54,6 +59,8 @@ def recorded(release: str, part: str) -> Verdict:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "behaviour(part, wrong): what users must see of a part")
     config.addinivalue_line("markers", "full: too long for CI, runs in test-all only")
+    config.addinivalue_line("markers", "ci(releases): where CI runs an engine test, if not 0.29.0")
+    config.addinivalue_line("markers", "rust_frontend: runs only with --rust-frontend")
     config.addinivalue_line("markers", "area(name): the area of features a test belongs to")
     if path := os.environ.get(REPORTS):
         config.pluginmanager.register(Reporter(config, path))
@@ -112,8 +119,11 @@ def _selected(item: pytest.Item, config: pytest.Config) -> bool:
     soak = item.get_closest_marker("soak") is not None
     if config.getoption("--release"):
         return True
+    rust = item.get_closest_marker("rust_frontend") is not None
     if config.getoption("--soak") or soak:
         return bool(config.getoption("--soak")) and soak
+    if config.getoption("--rust-frontend") or rust:
+        return bool(config.getoption("--rust-frontend")) and rust
     if config.getoption("--all"):
         area = config.getoption("--area")
         part = _fixed(item, "part")
@@ -126,7 +136,9 @@ def _selected(item: pytest.Item, config: pytest.Config) -> bool:
     # In CI an engine test runs where most parts are active, on the first model of its list.
     model = _fixed(item, "model")
     release = _fixed(item, "release") or _fixed(item, "installed_release")
-    return release in (None, CI_RELEASE) and model in (None, _first_model(item))
+    named = item.get_closest_marker("ci")
+    releases = named.args if named else (CI_RELEASE,)
+    return release in (None, *releases) and model in (None, _first_model(item))
 
 
 def _first_model(item: pytest.Item) -> str | None:
