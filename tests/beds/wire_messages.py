@@ -71,8 +71,10 @@ def outputs() -> EngineCoreOutputs:
 
 def request() -> EngineCoreRequest:
     """A request with an image, an adapter and prompt embeddings."""
+    image = MultiModalKwargsItem.dummy(400)
+    image["dummy"].data.copy_(torch.arange(400) % 251)
     feature = MultiModalFeatureSpec(
-        data=MultiModalKwargsItem.dummy(400),
+        data=image,
         modality="image",
         identifier="hash",
         mm_position=PlaceholderRange(1, 3, torch.tensor([True, False, True])),

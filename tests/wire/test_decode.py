@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.beds.layout import ROOT
 from vllm_ext.cli import main
 from vllm_ext.wire.capture import CaptureError, as_line, read_capture
 from vllm_ext.wire.decode import Decoded, Record, Tensor, as_data, decode
@@ -113,6 +114,34 @@ def test_requests_are_what_vllms_decoder_reads(
     assert data["dummy"]["data"]["values"] == item.tolist()
     del theirs["mm_features"][0]["data"]
     assert ours == theirs
+
+
+def test_the_documented_capture_is_decoded(
+    installed_release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.beds import wire_messages as bed
+
+    for owner, name in ((bed.MsgpackEncoder, "encode"), (bed.MsgpackDecoder, "decode")):
+        monkeypatch.setattr(owner, name, vars(owner)[name])
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "wire.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    packed = bed.frames(bed.outputs())
+    bed.as_vllm_reads(packed, bed.EngineCoreOutputs)
+    bed.MsgpackEncoder().encode(bed.request())
+    for payload in ((0, 7, "sleep", (1,)), ["r", "s"]):
+        bed.MsgpackEncoder().encode(payload)
+    read = list(read_capture(tmp_path / "wire.jsonl"))
+    assert [number for number, _ in read] == [1, 2, 3, 4, 5]
+    assert read[0][1] == read[1][1] == packed
+    found = [decode(frames, table(installed_release)) for _, frames in read]
+    assert [message.kind for message in found] == [
+        "EngineCoreOutputs", "EngineCoreOutputs", "EngineCoreRequest", "UTILITY", "ABORT",
+    ]  # fmt: skip
+    assert [message.direction.value for message in found] == (
+        ["engine to frontend"] * 2 + ["frontend to engine"] * 3
+    )
+    assert named(found[2]) == named(decode(bed.request_frames(), table(installed_release)))
 
 
 def test_handshake_messages_are_told_by_their_fields(installed_release: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 from tests.beds.layout import ROOT
 from tests.beds.protos import PROTO, RELEASED, SOURCES, buf, generate, schemas
+from vllm_ext import __version__
 from vllm_ext.wire.proto import control_pb2, inference_pb2
 
 AGAINST = ("breaking", ".", "--against", str(RELEASED))
@@ -104,6 +106,12 @@ def test_the_baseline_holds_the_files_of_the_package() -> None:
         "Control",
         "Inference",
     }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/wire.md"])
+def test_the_pages_pin_this_version(page: str) -> None:
+    pins = re.findall(r"vllm-ext\[grpc\]==([\w.]+)", (ROOT / page).read_text())
+    assert pins == [__version__]
 
 
 def test_the_stubs_import_with_the_installed_runtime() -> None:

@@ -107,7 +107,8 @@ def decode(frames: Sequence[bytes], schema: Schema) -> Decoded:
     if frames[0] not in types:
         kind, value = reading.untold(frames[0])
         direction = Direction.TO_FRONTEND
-        if kind in {r.message for r in schema.roots if r.direction is Direction.TO_ENGINE}:
+        to_engine = {r.message for r in schema.roots if r.direction is Direction.TO_ENGINE}
+        if kind in to_engine or kind in types.values():
             direction = Direction.TO_ENGINE
         return Decoded(kind, direction, sizes, None, value)
     kind = types[frames[0]]
@@ -126,9 +127,12 @@ class _Reading:
     frames: Sequence[bytes]
 
     def request(self, kind: str) -> Any:
+        """What follows a request type; the sentinels have nothing to say."""
         if not self.frames or not any(self.frames):
             return None
-        raw = self.unpack(self.frames[0])
+        return self.payload(kind, self.unpack(self.frames[0]))
+
+    def payload(self, kind: str, raw: Any) -> Any:
         if kind == "ADD":
             return self.value("EngineCoreRequest", raw, "EngineCoreRequest")
         names = _PAYLOADS.get(kind)
@@ -140,8 +144,18 @@ class _Reading:
         return self.plain(raw)
 
     def untold(self, packed: bytes) -> tuple[str, Any]:
-        """A message without a request type: outputs, or a map of the handshake told by its keys."""
+        """A message without a request type, told by what it begins with or by its keys.
+
+        Outputs begin with a number and a list, requests with a text. A capture of the encoder's
+        frames has requests without their type, which is sent as a frame before them.
+        """
         raw = self.unpack(packed)
+        if isinstance(raw, list) and raw and isinstance(raw[0], str):
+            if all(isinstance(item, str) for item in raw):
+                return "ABORT", raw
+            return "EngineCoreRequest", self.payload("ADD", raw)
+        if isinstance(raw, list) and len(raw) == 4 and isinstance(raw[2], str):
+            return "UTILITY", self.payload("UTILITY", raw)
         if isinstance(raw, dict):
             for root in self.schema.roots:
                 message = self.schema.messages[root.message]
