@@ -181,6 +181,19 @@ def test_doctor_without_vllm_says_so(alone: Path) -> None:
     assert "Traceback" not in result.stdout
 
 
+def test_wire_tables_need_no_vllm_and_decoding_says_what_it_needs(
+    alone: Path, tmp_path: Path
+) -> None:
+    diff = run(alone / "vllm-ext", "wire", "diff", "0.29.0", "0.33.0", "--json")
+    assert diff.returncode == 1 and json.loads(diff.stdout)["changes"]
+    check = run(alone / "vllm-ext", "wire", "check")
+    assert check.returncode == 2 and "there is no vLLM installed here" in check.stdout
+    (tmp_path / "wire.jsonl").write_text('["kA=="]\n')
+    decode = run(alone / "vllm-ext", "wire", "decode", tmp_path / "wire.jsonl")
+    assert decode.returncode == 2, decode.stdout
+    assert "pip install 'vllm-ext[wire]'" in decode.stdout and "Traceback" not in decode.stdout
+
+
 def test_native_status_loads_nothing() -> None:
     program = (
         "import sys, vllm_ext.native as n; n.status()\n"

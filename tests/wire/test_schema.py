@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from tests.beds.copies import altered
 from tests.beds.layout import RELEASES, release_path
+from tests.beds.records import record_wire
 from vllm_ext.cli import main
 from vllm_ext.core.release import installation, recorded_releases
 from vllm_ext.wire.derive import derive
@@ -33,6 +34,15 @@ def test_stored_tables_are_what_the_sources_give(laid_out: str) -> None:
     text = derive(installed).as_text()
     assert text == (SCHEMAS / f"{laid_out}.json").read_text(), "run make record"
     assert parse(text).as_text() == text
+
+
+def test_recording_writes_the_shipped_table(tmp_path: Path) -> None:
+    folder = release_path("0.33.0")
+    assert folder is not None
+    assert record_wire(folder, tmp_path)
+    (made,) = tmp_path.iterdir()
+    assert made.read_bytes() == (SCHEMAS / "0.33.0.json").read_bytes()
+    assert not record_wire(tmp_path, tmp_path)
 
 
 def test_every_recorded_release_has_a_table() -> None:
