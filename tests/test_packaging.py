@@ -126,7 +126,9 @@ def test_wheel_holds_the_whole_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("vllm_ext/")}
     package = ROOT / "src"
-    kinds = ("vllm_ext/**/*.py", "vllm_ext/core/releases/*.json", "vllm_ext/py.typed")
+    data = ("py.typed", "core/releases/*.json", "wire/schemas/*.json")
+    data += tuple(f"wire/proto/*.{kind}" for kind in ("proto", "pyi", "binpb"))
+    kinds = ("vllm_ext/**/*.py", *(f"vllm_ext/{kind}" for kind in data))
     written = {str(path.relative_to(package)) for kind in kinds for path in package.glob(kind)}
     assert held == written
 
@@ -177,6 +179,19 @@ def test_doctor_without_vllm_says_so(alone: Path) -> None:
     assert result.returncode == 2, result.stdout
     assert "vllm" in result.stdout.lower()
     assert "Traceback" not in result.stdout
+
+
+def test_wire_tables_need_no_vllm_and_decoding_says_what_it_needs(
+    alone: Path, tmp_path: Path
+) -> None:
+    diff = run(alone / "vllm-ext", "wire", "diff", "0.29.0", "0.33.0", "--json")
+    assert diff.returncode == 1 and json.loads(diff.stdout)["changes"]
+    check = run(alone / "vllm-ext", "wire", "check")
+    assert check.returncode == 2 and "there is no vLLM installed here" in check.stdout
+    (tmp_path / "wire.jsonl").write_text('["kA=="]\n')
+    decode = run(alone / "vllm-ext", "wire", "decode", tmp_path / "wire.jsonl")
+    assert decode.returncode == 2, decode.stdout
+    assert "pip install 'vllm-ext[wire]'" in decode.stdout and "Traceback" not in decode.stdout
 
 
 def test_native_status_loads_nothing() -> None:

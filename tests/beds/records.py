@@ -2,6 +2,7 @@
 
 For each release it fetches the CUDA wheel, which proves that the CPU build's Python files are the
 same, and runs `vllm-ext record`, which prints what changed. Wheels are cached like all others.
+The tables of the wire are written too, from the same installation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,28 @@ from tests.beds.layout import (
     sole_user_of,
     wheel_cache,
 )
-from vllm_ext.core.release import RECORDS
+from vllm_ext.core.release import RECORDS, installation
+from vllm_ext.wire.derive import derive
+from vllm_ext.wire.schema import SCHEMAS
+from vllm_ext.wire.source import UnderivableError
+
+
+def record_wire(folder: Path, schemas: Path = SCHEMAS) -> bool:
+    """Write the wire table of the vLLM in ``folder``, and say whether it is another than before."""
+    installed = installation(folder)
+    if installed is None:
+        console.print(f"there is no vLLM in {folder}", style="red", markup=False)
+        return False
+    try:
+        text = derive(installed).as_text()
+    except UnderivableError as error:
+        console.print(f"the wire of vLLM {installed.version}: {error}", style="red", markup=False)
+        return False
+    path = schemas / f"{installed.release}.json"
+    same = path.is_file() and path.read_text() == text
+    path.write_text(text)
+    console.print(f"{path}: {'as recorded before' if same else 'changed'}", markup=False)
+    return True
 
 
 def main() -> int:
@@ -35,7 +57,7 @@ def main() -> int:
         folder = release_path(release) or Path(sysconfig.get_path("purelib"))
         command = [str(Path(sys.executable).with_name("vllm-ext")), "record"]
         command += ["--vllm", str(folder), "--reference", str(wheel), "--to", str(RECORDS)]
-        if subprocess.run(command).returncode:
+        if subprocess.run(command).returncode or not record_wire(folder):
             failed.append(release)
     if failed:
         console.print(f"not recorded: {', '.join(failed)}", style="red")

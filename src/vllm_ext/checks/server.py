@@ -146,7 +146,7 @@ class Server:
         """Start the process and return at once; raises ``RuntimeError`` if it was started."""
         if self._process is not None:
             raise RuntimeError("the server has already been started")
-        self._port = _free_port()
+        self._port = free_port()
         where = ("--host", "127.0.0.1", "--port", str(self._port))
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as sink:
@@ -280,7 +280,7 @@ def _environment(
     return env | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below those the kernel hands out, which vLLM's own sockets could take meanwhile."""
     while True:
         port = random.randrange(20_000, 32_000)

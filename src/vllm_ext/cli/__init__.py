@@ -12,6 +12,7 @@ from vllm_ext.cli.pages import pages
 from vllm_ext.cli.recording import record
 from vllm_ext.cli.status import status
 from vllm_ext.cli.verify import verify
+from vllm_ext.cli.wire import wire
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,3 +39,4 @@ main.add_command(record)
 main.add_command(status)
 main.add_command(verify)
 main.add_command(pages)
+main.add_command(wire)

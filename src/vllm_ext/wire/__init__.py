@@ -1,0 +1,1 @@
+"""What frontend and engine say to each other: tables per release, differences, decoder, gRPC."""
