@@ -51,10 +51,10 @@ class Checkpoint:
         return [drawn.randint(first, last) for _ in range(length)]
 
 
-def randomise(model: nn.Module, seed: int, gain: float = 2.0) -> None:
+def randomise(model: nn.Module, seed: int, gain: float = 2.0, embedding: float = 1.0) -> None:
     """Give every parameter a seeded value, in an order that no library version decides.
 
-    Embeddings get N(0, 1), matrices N(0, gain / sqrt(fan_in)): large enough that attention tells
+    Embeddings get N(0, embedding), matrices N(0, gain / sqrt(fan_in)): large enough that attention tells
     texts apart. Norm weights vary round 1, or round 0 where the model adds 1 itself.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -62,7 +62,7 @@ def randomise(model: nn.Module, seed: int, gain: float = 2.0) -> None:
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             if "embed" in name and parameter.dim() == 2:
-                parameter.copy_(noise)
+                parameter.copy_(noise * embedding)
             elif parameter.dim() >= 2:
                 fan_in = parameter[0].numel() if parameter.dim() != 3 else parameter.shape[-1]
                 parameter.copy_(noise * gain / fan_in**0.5)
