@@ -11,8 +11,8 @@ package `vllm` but no distribution of that name, and vLLM looks its own version 
 (`vllm serve` dies without it): each release therefore gets a metadata-only distribution `vllm` of
 version `X+cpu` beside its package.
 
-Beside the releases lie packages for single tests (`EXTRAS`). They fit no CPU build as they come from
-the index, so they are never in the venv: a test puts `extra_path(NAME)` on PYTHONPATH.
+Beside the releases lie packages for single tests (`EXTRAS`). As the index has them they fit no
+CPU build, so they are never in the venv: a test puts `extra_path(NAME)` on PYTHONPATH.
 
 Wheels are kept in the user's cache folder, a second clone downloads nothing. A release is unpacked
 under another name and renamed when it is complete; the next run removes what an interrupted one
@@ -109,7 +109,9 @@ def extra_path(name: str) -> Path:
     """The folder that comes on PYTHONPATH to import a package of EXTRAS."""
     path = FOLDER / name
     if name not in EXTRAS or not path.is_dir():
-        raise FileNotFoundError(f"The test-only package {name} is not at {path}; run `make install`.")
+        raise FileNotFoundError(
+            f"The test-only package {name} is not at {path}; run `make install`."
+        )
     return path
 
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tests.beds.layout import release_path
-from tests.beds.pooling_models import PoolingModel
 from vllm_ext.checks.server import Server
 
 
+class Servable(Protocol):
+    """A checkpoint on disk and what ``vllm serve`` is told about it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def serve_args(self) -> tuple[str, ...]: ...
+
+
 def serve(
-    model: PoolingModel,
+    model: Servable,
     release: str,
     log: Path,
     *,

@@ -18,11 +18,12 @@ from transformers import (
 )
 
 from tests.beds.checkpoints.checkpoint import (
+    NATIVE_ROPE,
     POSITIONS,
     VOCABULARY_SIZE,
     Checkpoint,
-    randomise,
 )
+from tests.beds.checkpoints.weights import randomise
 from tests.beds.tokenizer import END, PAD, START, VOCABULARY, save_tokenizer
 
 HIDDEN = 64
@@ -32,6 +33,8 @@ HEAD_DIM = 32
 BLOCK_SIZE = 32
 WINDOW = 64
 LFM2_BLOCK_SIZE = 128
+# Adapted by every family here; experts are not, their adapters have no kernel on a CPU.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def shape(**more: Any) -> dict[str, Any]:
@@ -58,12 +61,13 @@ def _finish(
     seed: int,
     norm: str,
     embedding: float = 1.0,
+    adapts: tuple[str, ...] = PROJECTIONS,
     **engine: Any,
 ) -> Checkpoint:
     randomise(model, seed, embedding=embedding)
     model.save_pretrained(path)
     save_tokenizer(path, POSITIONS, VOCABULARY_SIZE)
-    return Checkpoint(path, norm, {"block_size": BLOCK_SIZE, **engine})
+    return Checkpoint(path, norm, {"block_size": BLOCK_SIZE, **engine}, adapts=adapts)
 
 
 def llama(path: Path, seed: int = 0) -> Checkpoint:
@@ -115,8 +119,10 @@ def lfm2(path: Path, seed: int = 0) -> Checkpoint:
         seed,
         "model.layers.0.operator_norm.weight",
         block_size=LFM2_BLOCK_SIZE,
+        adapts=("q_proj", "k_proj", "v_proj"),
         mamba_cache_mode="align",
         enable_prefix_caching=True,
+        compilation_config=NATIVE_ROPE,
     )
 
 
@@ -133,4 +139,4 @@ def qwen3_moe(path: Path, seed: int = 0) -> Checkpoint:
         )
     )
     model = Qwen3MoeForCausalLM(config)
-    return _finish(path, model, seed, "model.layers.0.input_layernorm.weight")
+    return _finish(path, model, seed, "model.layers.0.input_layernorm.weight", adapts=())

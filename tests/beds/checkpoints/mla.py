@@ -10,18 +10,16 @@ from safetensors.torch import save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from tests.beds.checkpoints.checkpoint import (
+    NATIVE_ROPE,
     POSITIONS,
     VOCABULARY_SIZE,
     Checkpoint,
-    randomise,
 )
+from tests.beds.checkpoints.weights import randomise
 from tests.beds.tokenizer import END, PAD, START, VOCABULARY, save_tokenizer
 
 _LAYERS = 2
 _HIDDEN = VOCABULARY_SIZE
-# The rotary operator of the CPU library reads MLA's strided tensors wrongly, so that what a
-# request gets depends on its batch; torch's own does not.
-NATIVE_ROPE = {"custom_ops": ["none"]}
 _BLOCK_SIZE = 16
 
 

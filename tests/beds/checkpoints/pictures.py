@@ -11,23 +11,20 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from transformers import (
-    AutoTokenizer,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
-    Idefics3Processor,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
 )
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from tests.beds.checkpoints.checkpoint import (
     POSITIONS,
     VOCABULARY_SIZE,
     Checkpoint,
-    randomise,
 )
-from tests.beds.checkpoints.decoders import BLOCK_SIZE, HIDDEN, shape
+from tests.beds.checkpoints.decoders import BLOCK_SIZE, HIDDEN, PROJECTIONS, shape
+from tests.beds.checkpoints.weights import randomise
 from tests.beds.tokenizer import save_tokenizer, sentence, vocabulary
 
 
@@ -54,7 +51,7 @@ def picture(seed: int, size: int = 56) -> Image.Image:
 def idefics3(path: Path, seed: int = 0) -> VisionCheckpoint:
     """Write an Idefics3: a Llama after a vision tower of two layers, four tokens per picture.
 
-    The one family that needs no torchvision.
+    Its processor takes torchvision.
     """
     fake, image, whole = "<fake_token_around_image>", "<image>", "<global-img>"
     specials = (fake, image, whole, "<end_of_utterance>")
@@ -80,17 +77,16 @@ def idefics3(path: Path, seed: int = 0) -> VisionCheckpoint:
         specials,
         norm="model.text_model.layers.0.input_layernorm.weight",
         placeholder=image,
-        needs=(),
     )
-    Idefics3Processor(
-        Idefics3ImageProcessorPil(
-            size={"longest_edge": 32},
-            max_image_size={"longest_edge": 32},
-            do_image_splitting=False,
-        ),
-        AutoTokenizer.from_pretrained(path),
-        image_seq_len=4,
-    ).save_pretrained(path)
+    pixels = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": 32},
+        "max_image_size": {"longest_edge": 32},
+        "do_image_splitting": False,
+    }
+    whole_processor = {"processor_class": "Idefics3Processor", "image_seq_len": 4}
+    (path / "preprocessor_config.json").write_text(json.dumps({**pixels, **whole_processor}))
+    (path / "processor_config.json").write_text(json.dumps(whole_processor))
     return checkpoint
 
 
@@ -130,7 +126,6 @@ def qwen25_vl(path: Path, seed: int = 0) -> VisionCheckpoint:
         specials,
         norm="language_model.model.layers.0.input_layernorm.weight",
         placeholder=start + image + end,
-        needs=("torchvision",),
     )
     patches = {
         "processor_class": "Qwen2_5_VLProcessor",
@@ -161,4 +156,6 @@ def _finish(
     model.save_pretrained(path)
     save_tokenizer(path, POSITIONS, VOCABULARY_SIZE, specials)
     engine = {"block_size": BLOCK_SIZE, "limit_mm_per_prompt": {"image": 2, "video": 0}}
-    return VisionCheckpoint(path, engine=engine, **facts)
+    return VisionCheckpoint(
+        path, engine=engine, needs=("torchvision",), adapts=PROJECTIONS, **facts
+    )
