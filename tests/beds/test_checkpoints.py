@@ -16,7 +16,7 @@ VISION = ("idefics3", "qwen25_vl", "nemotron_vl")
 TEXT = tuple(name for name in FAMILIES if name not in VISION)
 # Least differences of a log-probability that the controls must show, and what must show none.
 CLEAR = 0.05
-SAME = ("repeated", "restored", "batched", "loaded", "recomputed")
+SAME = ("repeated", "restored", "batched", "mixed")
 # Their values are kept in bfloat16, whose rounding depends on the shape of a batch.
 ROUNDED = {"nemotron_vl": 0.1}
 
@@ -40,7 +40,7 @@ def test_every_release_fills_every_parameter(release: str, tmp_path: Path) -> No
         needs=("torchvision",),
         plugin="without",
     )
-    assert told.pop("broken") == ["model.norm.weight"]
+    assert told.pop("broken") == ["mlp1.1.weight"]
     assert told == {name: [] for name in FAMILIES}
 
 

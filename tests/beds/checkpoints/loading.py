@@ -12,21 +12,22 @@ from tests.beds.checkpoints.checkpoint import Checkpoint
 
 # Layer scales of RADIO: they stay 1, vLLM's loader leaves them out whatever a checkpoint has.
 _CONSTANT = (".ls1", ".ls2")
-_LAST_NORM = "model.norm.weight"
+# The loader of this family tells nobody what it has not found.
+_SILENT, _LOST = "nemotron_vl", "mlp1.1.weight"
 
 
 def unset_after_loading(folder: str, *names: str) -> dict[str, list[str]]:
     """For each family, the parameters that vLLM's loader doesn't fill; run in a fresh process.
 
     Every parameter is NaN before. A loader that skips what it can't place, as those of some
-    families do, leaves NaN behind. "broken" is the negative control, a Llama
-    without its last norm.
+    families do, leaves NaN behind. "broken" is the negative control, a
+    checkpoint that lacks one tensor.
     """
     root = Path(folder)
     found = {name: _unset(write(name, root / name), root) for name in names}
-    broken = write("llama", root / "broken")
+    broken = write(_SILENT, root / "broken")
     weights = broken.path / "model.safetensors"
-    kept = {name: tensor for name, tensor in load_file(weights).items() if name != _LAST_NORM}
+    kept = {name: tensor for name, tensor in load_file(weights).items() if name != _LOST}
     save_file(kept, weights, metadata={"format": "pt"})
     found["broken"] = _unset(broken, root)
     return found

@@ -49,12 +49,15 @@ def picture(seed: int, size: int = 56) -> Image.Image:
 
 
 def idefics3(path: Path, seed: int = 0) -> VisionCheckpoint:
-    """Write an Idefics3: a Llama after a vision tower of two layers, four tokens per picture.
+    """Write an Idefics3: a Llama after a vision tower of two layers.
+
+    A picture is cut into four tiles; with the whole that makes five times four tokens.
 
     Its processor takes torchvision.
     """
     fake, image, whole = "<fake_token_around_image>", "<image>", "<global-img>"
-    specials = (fake, image, whole, "<end_of_utterance>")
+    tiles = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+    specials = (fake, image, whole, "<end_of_utterance>", *tiles)
     config = Idefics3Config(
         image_token_id=vocabulary(VOCABULARY_SIZE, specials)[image],
         scale_factor=2,
@@ -80,9 +83,9 @@ def idefics3(path: Path, seed: int = 0) -> VisionCheckpoint:
     )
     pixels = {
         "image_processor_type": "Idefics3ImageProcessor",
-        "size": {"longest_edge": 32},
+        "size": {"longest_edge": 64},
         "max_image_size": {"longest_edge": 32},
-        "do_image_splitting": False,
+        "do_image_splitting": True,
     }
     whole_processor = {"processor_class": "Idefics3Processor", "image_seq_len": 4}
     (path / "preprocessor_config.json").write_text(json.dumps({**pixels, **whole_processor}))
