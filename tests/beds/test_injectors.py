@@ -35,7 +35,7 @@ for _ in range(int({calls})):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("model", tuple(LOADED))
+@pytest.mark.parametrize("model", ["gemma3", "llama"])
 def test_loaded_kv_is_right_until_it_is_corrupted(release: str, model: str, tmp_path: Path) -> None:
     _check_loads(release, model, tmp_path, asynchronous=False)
 

@@ -121,6 +121,8 @@ def nemotron_vl(path: Path, seed: int = 0) -> VisionCheckpoint:
             "dtype": "bfloat16",
             "block_size": BLOCK_SIZE,
             "trust_remote_code": True,
+            # vLLM would keep prefixes of states, and there is no layer with a state.
+            "enable_prefix_caching": False,
             "limit_mm_per_prompt": {"image": 2, "video": 1},
         },
         needs=("torchvision",),

@@ -60,7 +60,7 @@ def _probe() -> Judgement:
 FEATURE = Feature(
     name="PARTIAL_HIT_COPY",
     area="scheduling",
-    summary="A prefix hit inside a block is right on hybrid models, too",
+    summary="A prefix hit inside a block is right on hybrid models, too.",
     why=(
         "With --prefix-match-unit below the block size, a prefix hit may end inside a block, whose "
         "computed part is then copied into a block of the request's own. On hybrid models with at "
