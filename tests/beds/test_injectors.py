@@ -73,7 +73,7 @@ def test_an_engine_that_dies_in_a_step_takes_its_server_along(release: str, tmp_
         tmp_path / "mortal", "vllm.v1.core.sched.scheduler", "Scheduler.schedule", call=2
     )
     log = tmp_path / "log"
-    with serve(model, release, log, env=env, pythonpath=folders) as server:
+    with serve(model, release, log, plugin="without", env=env, pythonpath=folders) as server:
         family = {process.pid for process in server.processes()}
         body = {"model": str(model.path), "prompt": model.prompt(), "max_tokens": 8}
         try:
