@@ -12,7 +12,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # What .venv is made from; releases are checked on every install, that takes no time.
-SOURCES := constraints.txt pyproject.toml setup.py $(wildcard csrc/*) tests/beds/layout.py
+SOURCES := constraints.txt pyproject.toml setup.py $(wildcard csrc/*) tests/beds/layout.py tests/beds/extras.py
 
 help:
 	@echo "make install          .venv with vLLM 0.29.0 on CPU, and the other releases beside it in .releases"

@@ -48,12 +48,11 @@ def metadata(folder: Path, name: str, entry: str) -> None:
 
 
 _THIEF = """
+import importlib
 import os
 
 
 def register():
-    import vllm.envs
-
     # Workers are the children of a child of the server; the first of them is robbed.
     grandparent = open(f"/proc/{os.getppid()}/cmdline").read()
     if "EngineCore" not in grandparent:
@@ -63,13 +62,32 @@ def register():
     except FileExistsError:
         return
     os.write(descriptor, str(os.getpid()).encode())
-    vllm.envs.compile_factors = lambda: {"stolen": "by the thief"}
+    *path, name = "{function}".split(".")
+    owner = importlib.import_module("{module}")
+    for step in path:
+        owner = getattr(owner, step)
+    held = getattr(owner, name)
+    stock = getattr(held, "__wrapped__", held)
+    setattr(owner, name, lambda *args, **kwargs: stock(*args, **kwargs))
 """
 
 
-def make_thief(folder: Path, name: str, taken: Path) -> Path:
-    """A plugin that, in one worker only, replaces a function we patch; ``taken`` gets its pid."""
+def make_thief(
+    folder: Path,
+    name: str,
+    taken: Path,
+    module: str = "vllm.envs",
+    function: str = "compile_factors",
+) -> Path:
+    """A plugin that, in one worker only, puts vLLM's own behaviour back; ``taken`` gets its pid.
+
+    So that worker loses whatever feature has a wrapper on ``module:function``, and works on.
+    """
     folder.mkdir(parents=True)
-    (folder / f"{name}.py").write_text(_THIEF.replace("{taken}", str(taken)))
+    filled = {"taken": str(taken), "module": module, "function": function}
+    code = _THIEF
+    for key, value in filled.items():
+        code = code.replace("{" + key + "}", value)
+    (folder / f"{name}.py").write_text(code)
     metadata(folder, name, f"{name} = {name}:register")
     return folder
