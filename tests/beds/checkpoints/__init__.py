@@ -1,0 +1,1 @@
+"""Checkpoints with seeded weights that vLLM and transformers both load."""

@@ -1,0 +1,69 @@
+"""Functions that run inside every worker of an engine, called with the worker.
+
+A worker that is watched counts, per step, the tokens of the whole batch and those this rank computed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+STEPS = "vllm_ext_test_steps"
+
+
+def facts(worker: Any) -> dict[str, Any]:
+    """What a worker is: which runner, which kernels, which rank, and the steps it was watched in."""
+    from vllm.triton_utils import HAS_TRITON, triton
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    runner = worker.model_runner
+    manager = getattr(runner, "pcp_manager", None)
+    context = runner.vllm_config.compilation_config.static_forward_context
+    return {
+        "process": os.getpid(),
+        "rank": worker.rank,
+        "runner_v2": isinstance(runner, GPUModelRunner),
+        "triton": HAS_TRITON,
+        "interpreted": triton.knobs.runtime.interpret,
+        "attention": sorted({layer.get_attn_backend().get_name() for layer in context.values()}),
+        "pcp": manager.pcp_world_size if manager else 1,
+        "steps": getattr(runner, STEPS, []),
+    }
+
+
+def watch(worker: Any) -> None:
+    """From now on, note for each step [tokens of the batch, tokens of this rank], anew each call."""
+    runner = worker.model_runner
+    steps: list[list[int]] = []
+    setattr(runner, STEPS, steps)
+    manager = getattr(runner, "pcp_manager", None)
+    if manager is None:
+        return
+    manager.__dict__.pop("partition_batch", None)
+    original = manager.partition_batch
+
+    def partition_batch(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        local = original(input_batch, *args, **kwargs)
+        steps.append([int(input_batch.num_tokens), int(local.num_tokens)])
+        return local
+
+    manager.partition_batch = partition_batch
+
+
+def lose_rows(worker: Any) -> None:
+    """Break the partition: what rank 1 computed no longer gets into the KV cache."""
+    manager = worker.model_runner.pcp_manager
+    original = manager._convert_to_gathered_slot_mappings
+
+    def convert(*args: Any) -> Any:
+        slots = original(*args)
+        slots[:, slots.shape[1] // 2 :] = -1
+        return slots
+
+    manager._convert_to_gathered_slot_mappings = convert
+
+
+def mend(worker: Any) -> None:
+    """Take `lose_rows` and `watch` away again."""
+    vars(worker.model_runner.pcp_manager).pop("_convert_to_gathered_slot_mappings", None)
+    vars(worker.model_runner.pcp_manager).pop("partition_batch", None)
