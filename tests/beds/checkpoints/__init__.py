@@ -1,1 +1,1 @@
-"""Checkpoints with seeded weights that vLLM and transformers both load."""
+"""Tiny checkpoints with random weights, big enough that logprobs tell right from wrong."""
