@@ -1,9 +1,11 @@
 """Casts to bfloat16 and float8_e4m3fn that are right in Triton's interpreter and on a GPU.
 
 The interpreter's own are wrong (`python -m tests.beds.v2.casts` shows where, as JSON), so a kernel
-that is to be tested on a CPU stores what `bfloat16_bits` and `e4m3fn_bits` return, or is tested with
-float16, whose casts and dot product the interpreter gets right.
+that is to be tested on a CPU stores what `bfloat16_bits` and `e4m3fn_bits` return, or is tested
+with float16, whose casts and dot product the interpreter gets right.
 """
+
+# mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def e4m3fn_bits(x: Any) -> Any:
     size = bits & 0x7FFFFFFF
     # 20 of the 23 bits of the mantissa go; 120 is the difference of the exponents' biases.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 the code counts steps of 2**-9: adding 2**23 makes the hardware round to whole ones.
+    # Below 2**-6 the code counts steps of 2**-9: adding 2**23 rounds to whole ones.
     magnitude = size.to(tl.float32, bitcast=True)
     small = (magnitude * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0xFF
     code = tl.where(size < 0x3C800000, small, normal)

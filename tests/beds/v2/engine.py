@@ -35,11 +35,11 @@ class Batch:
 
     prompts: Sequence[Sequence[int]]
     tokens: int = 8
-    # Most likely tokens per position whose logprobs are told, the sampled one always among them.
-    logprobs: int = 5
+    # Logprobs per sampled token: of so many tokens, the likeliest first; -1 tells the vocabulary's.
+    logprobs: int = -1
     # Also tell the logprobs of the prompts' own tokens.
     prompt_logprobs: bool = False
-    # Run in every worker before the batch, in this order: `module:function`, called with the worker.
+    # `module:function`, called with the worker in every worker before the batch, in this order.
     before: Sequence[str] = ()
 
 
@@ -176,13 +176,21 @@ def _answer(data: dict[str, Any]) -> Answer:
 
 
 def distance(one: Answer, other: Answer) -> float:
-    """Largest difference of any logprob told by both (nats); inf where tokens or lengths differ."""
+    """Largest difference of a logprob (nats) that both tell, as long as both have said the same.
+
+    Raises ``ValueError`` where prompts or lengths differ.
+    """
     worst = 0.0
     for left, right in zip(one.outputs, other.outputs, strict=True):
-        if left.tokens != right.tokens or len(left.prompt_logprobs) != len(right.prompt_logprobs):
-            return float("inf")
         pairs = list(zip(left.prompt_logprobs, right.prompt_logprobs, strict=True))
-        for at, other_at in zip(left.logprobs, right.logprobs, strict=True):
-            pairs += [(at[token], other_at[token]) for token in at.keys() & other_at.keys()]
+        for at, (mine, theirs) in enumerate(zip(left.logprobs, right.logprobs, strict=True)):
+            if left.tokens[:at] != right.tokens[:at]:
+                break
+            pairs += [(mine[token], theirs[token]) for token in mine.keys() & theirs.keys()]
         worst = max([worst, *(abs(a - b) for a, b in pairs)])
     return worst
+
+
+def said(answer: Answer) -> list[list[int]]:
+    """The tokens of every output."""
+    return [output.tokens for output in answer.outputs]

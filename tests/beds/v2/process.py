@@ -61,6 +61,7 @@ def _engine(job: dict[str, Any]) -> Any:
         "enforce_eager": True,
         "max_model_len": 256,
         "max_num_seqs": 8,
+        "max_logprobs": -1,
         "prefill_context_parallel_size": job["pcp"],
         # Prompts come more than once, and each time all of them is to be computed.
         "enable_prefix_caching": False,

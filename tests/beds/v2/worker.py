@@ -1,6 +1,6 @@
 """Functions that run inside every worker of an engine, called with the worker.
 
-A worker that is watched counts, per step, the tokens of the whole batch and those this rank computed.
+A worker that is watched notes, per step, the tokens of the whole batch and those of its rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ STEPS = "vllm_ext_test_steps"
 
 
 def facts(worker: Any) -> dict[str, Any]:
-    """What a worker is: which runner, which kernels, which rank, and the steps it was watched in."""
+    """What a worker is: its runner, its kernels, its rank, and the steps it was watched in."""
     from vllm.triton_utils import HAS_TRITON, triton
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -32,7 +32,7 @@ def facts(worker: Any) -> dict[str, Any]:
 
 
 def watch(worker: Any) -> None:
-    """From now on, note for each step [tokens of the batch, tokens of this rank], anew each call."""
+    """Note for each step from now on [tokens of the batch, tokens of this rank]."""
     runner = worker.model_runner
     steps: list[list[int]] = []
     setattr(runner, STEPS, steps)
