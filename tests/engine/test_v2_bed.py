@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -54,6 +54,16 @@ def batches(checkpoint: Checkpoint, *before: str) -> list[Batch]:
         Batch(asked, prompt_logprobs=True, before=(*before, WATCH)),
         Batch(asked[:1], before=(WATCH,)),
     ]
+
+
+def lives(worker: dict[str, Any]) -> bool:
+    """Whether the very process of a worker still runs."""
+    try:
+        process = psutil.Process(worker["process"])
+        same = process.create_time() == worker["started"]
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +132,7 @@ def test_what_runs_is_what_the_bed_says(one_rank: Answers, two_ranks: Answers) -
         for worker in workers:
             assert worker["runner_v2"] and worker["triton"] and worker["interpreted"]
             assert worker["attention"] == ["CPU_MLA"] and worker["pcp"] == ranks
-            assert not psutil.pid_exists(worker["process"]), "a worker outlived its engine"
+            assert not lives(worker), "a worker outlived its engine"
     assert len({worker["process"] for worker in two_ranks.mixed.workers}) == 2
 
 

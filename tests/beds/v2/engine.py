@@ -54,6 +54,8 @@ class Job:
     mtp: int = 0
     # Prompts are computed in steps of at most so many tokens; 0 computes each in one step.
     chunk: int = 0
+    # A step is scheduled before the one before it has answered, as on a GPU.
+    asynchronous: bool = False
     # Further arguments of vllm.LLM; they win over what the bed sets.
     args: Mapping[str, Any] = field(default_factory=dict)
     # vllm-ext: `with` as its users have it, `without` switched off as a whole.

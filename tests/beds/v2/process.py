@@ -19,8 +19,7 @@ from tests.beds.v2 import worker
 def main(asked: Path, told: Path) -> None:
     """Carry the job in ``asked`` out and write one answer per batch to ``told``."""
     job = json.loads(asked.read_text())
-    if job["chunk"]:
-        _keep_chunked_prefill(job["chunk"])
+    _keep_scheduling(job["chunk"], job["asynchronous"])
     engine = _engine(job)
     answers = []
     for batch in job["batches"]:
@@ -48,7 +47,6 @@ def main(asked: Path, told: Path) -> None:
         workers = engine.collective_rpc(worker.facts)
         answers.append({"outputs": outputs, "workers": workers, "seconds": seconds, **spec})
     told.write_text(json.dumps(answers))
-    engine.llm_engine.engine_core.shutdown()
 
 
 def _engine(job: dict[str, Any]) -> Any:
@@ -75,16 +73,19 @@ def _engine(job: dict[str, Any]) -> Any:
     return LLM(**args | job["args"])
 
 
-def _keep_chunked_prefill(chunk: int) -> None:
-    """Put chunked prefill on again where vLLM switches it off: for MLA off the GPU."""
+def _keep_scheduling(chunk: int, asynchronous: bool) -> None:
+    """Put on again what vLLM's CPU platform switches off: chunked prefill, asynchronous steps."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         original(cls, vllm_config)
-        vllm_config.scheduler_config.enable_chunked_prefill = True
-        vllm_config.scheduler_config.max_num_batched_tokens = chunk
+        scheduler = vllm_config.scheduler_config
+        scheduler.async_scheduling = asynchronous
+        if chunk:
+            scheduler.enable_chunked_prefill = True
+            scheduler.max_num_batched_tokens = chunk
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
@@ -132,6 +133,6 @@ def _counters(engine: Any) -> dict[str, list[int]]:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))
-    # What the engine leaves open must not hold the answers back.
+    # The engine's own end waits seconds for workers; who started this process ends them at once.
     sys.stdout.flush()
     os._exit(0)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import psutil
+
 STEPS = "vllm_ext_test_steps"
 
 
@@ -21,12 +23,14 @@ def facts(worker: Any) -> dict[str, Any]:
     context = runner.vllm_config.compilation_config.static_forward_context
     return {
         "process": os.getpid(),
+        "started": psutil.Process().create_time(),
         "rank": worker.rank,
         "runner_v2": isinstance(runner, GPUModelRunner),
         "triton": HAS_TRITON,
         "interpreted": triton.knobs.runtime.interpret,
         "attention": sorted({layer.get_attn_backend().get_name() for layer in context.values()}),
         "pcp": manager.pcp_world_size if manager else 1,
+        "asynchronous": runner.vllm_config.scheduler_config.async_scheduling,
         "steps": getattr(runner, STEPS, []),
     }
 
