@@ -12,7 +12,6 @@ import transformers
 from tests.beds.checkpoints.checkpoint import Checkpoint
 from tests.beds.checkpoints.mla import mla
 from tests.beds.v2.engine import Answer, Batch, EngineFailed, Job, distance, run, said
-from tests.conftest import CI_RELEASE
 
 pytestmark = [pytest.mark.engine, pytest.mark.area("beds")]
 
@@ -23,6 +22,11 @@ CHUNK = 64
 # One token is shorter than the ranks are many; three are fewer than the parts two ranks make.
 LENGTHS = (1, 2, 3, 37, 150, 9)
 WATCH = "tests.beds.v2.worker:watch"
+LOSE = "tests.beds.v2.worker:lose_rows"
+SHIFT = "tests.beds.v2.worker:shift_drafts"
+MEND = "tests.beds.v2.worker:mend"
+# Without the plugin; all later releases draft with several ranks.
+REFUSES_DRAFTS = "0.29.0"
 DRAFTS = 2
 ATTENTION = 0.15
 
@@ -78,13 +82,8 @@ def one_rank(
 def two_ranks(
     release: str, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> Answers:
-    lost = "tests.beds.v2.worker:lose_rows"
-    mend = "tests.beds.v2.worker:mend"
-    asked = [
-        *batches(checkpoint),
-        batches(checkpoint, lost)[0],
-        batches(checkpoint, mend)[0],
-    ]
+    (broken, _), (mended, _) = batches(checkpoint, LOSE), batches(checkpoint, MEND)
+    asked = [*batches(checkpoint), broken, mended]
     job = Job(checkpoint.path, asked, pcp=2, chunk=CHUNK, args=checkpoint.engine)
     return Answers(*run(release, job, tmp_path_factory.mktemp("two-ranks")))
 
@@ -149,17 +148,19 @@ def test_drafts_hold_as_often_with_two_ranks(
 ) -> None:
     """Tokens can't tell, since each draft is verified; how many are accepted does."""
     folder = tmp_path_factory.mktemp("drafts")
-    asked = batches(checkpoint)
-    one = Job(checkpoint.path, asked, mtp=DRAFTS, chunk=CHUNK, args=checkpoint.engine)
-    two = Job(checkpoint.path, asked, pcp=2, mtp=DRAFTS, chunk=CHUNK, args=checkpoint.engine)
-    alone, _ = run(release, one, folder / "one")
+    (asked, _), (shifted, _) = batches(checkpoint), batches(checkpoint, SHIFT)
+    how = {"mtp": DRAFTS, "chunk": CHUNK, "args": checkpoint.engine}
+    (alone,) = run(release, Job(checkpoint.path, [asked], **how), folder / "one")
     assert 0 < alone.accepted_at[1] < alone.accepted_at[0] < alone.drafts
     assert sum(alone.accepted_at) == alone.accepted and alone.drafted == DRAFTS * alone.drafts
-    if release == CI_RELEASE:
+    two = Job(checkpoint.path, [asked, shifted], pcp=2, **how)
+    if release == REFUSES_DRAFTS:
         with pytest.raises(EngineFailed, match="PCP does not support speculative decoding"):
             run(release, two, folder / "two")
         return
-    both, _ = run(release, two, folder / "two")
-    assert said(both) == said(alone)
+    both, broken = run(release, two, folder / "two")
+    assert said(both) == said(broken) == said(alone)
     assert distance(both, alone) < TOLERANCE
     assert (both.drafts, both.accepted_at) == (alone.drafts, alone.accepted_at)
+    # The negative control: states of the wrong rows, and the tokens are right all the same.
+    assert broken.accepted_at[0] < alone.accepted_at[0]

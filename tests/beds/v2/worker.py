@@ -67,7 +67,21 @@ def lose_rows(worker: Any) -> None:
     manager._convert_to_gathered_slot_mappings = convert
 
 
+def shift_drafts(worker: Any) -> None:
+    """Break the drafts alone: each row's draft is made from the state of the row before it.
+
+    For releases that draft with several ranks: 0.30.0 and later.
+    """
+    manager = worker.model_runner.pcp_manager
+    original = manager.restore_draft_prefill
+
+    def restore(*states: Any) -> Any:
+        return tuple(state.roll(1, 0) for state in original(*states))
+
+    manager.restore_draft_prefill = restore
+
+
 def mend(worker: Any) -> None:
-    """Take `lose_rows` and `watch` away again."""
-    vars(worker.model_runner.pcp_manager).pop("_convert_to_gathered_slot_mappings", None)
-    vars(worker.model_runner.pcp_manager).pop("partition_batch", None)
+    """Take everything away again that this module put in; also `watch`."""
+    for name in ("partition_batch", "_convert_to_gathered_slot_mappings", "restore_draft_prefill"):
+        vars(worker.model_runner.pcp_manager).pop(name, None)
