@@ -30,7 +30,7 @@ def test_a_kernel_runs_on_cpu_tensors(facts: dict[str, Any]) -> None:
 
 
 def test_the_interpreters_own_casts_are_wrong(facts: dict[str, Any]) -> None:
-    """The negative control of the next test. bfloat16 is cut off; the numbers are torch 2.13's."""
+    """The negative control of the next test: bfloat16 is cut off, float8 loses carries."""
     named = dict(
         zip((1.005859375, 31.7, 17.0, 464.0, 1e-3), facts["chosen"]["bfloat16"], strict=True)
     )
@@ -38,7 +38,8 @@ def test_the_interpreters_own_casts_are_wrong(facts: dict[str, Any]) -> None:
     assert named[31.7] == "31.625", "nearest is 31.75"
     # Nearest: 1.0, 32, 16 (a tie, to even), 448 (saturated), 2**-9 (the smallest).
     assert facts["chosen"]["float8_e4m3fn"] == ["1.0", "16.0", "18.0", "nan", "0.0"]
-    assert facts["narrow"]["triton"] == {"bfloat16": 98608, "float8_e4m3fn": 84928}
+    wrong = {name: count / facts["values"] for name, count in facts["narrow"]["triton"].items()}
+    assert wrong == pytest.approx({"bfloat16": 0.376, "float8_e4m3fn": 0.324}, abs=0.01)
     # Subnormal numbers of bfloat16, and the two NaN of float8_e4m3fn, which come out as 480.
     assert facts["widen"]["triton"] == {"bfloat16": 254, "float8_e4m3fn": 2}
 
