@@ -117,4 +117,3 @@ def _save_tokenizer(folder: Path) -> None:
         pad_token=_END,
         chat_template=_TEMPLATE,
     ).save_pretrained(folder)
-

@@ -141,13 +141,14 @@ FEATURE = Feature(
             seams=(
                 Wrap(f"{_SCHEDULER}.schedule", quarantine.number_step),
                 Wrap(f"{_SCHEDULER}.update_from_output", quarantine.read_report),
+                Wrap(f"{_SCHEDULER}._free_request_blocks", quarantine.leave_blocks),
+                Wrap(f"{_SCHEDULER}._drain_deferred_frees", quarantine.drain_reported),
                 Wrap(f"{_POOL}.get_new_blocks", quarantine.watch_hand_over),
                 Wrap(f"{_POOL}.free_blocks", quarantine.watch_free),
                 Wrap(f"{_POOL}.cache_full_blocks", quarantine.cache_clean_only),
                 Wrap(f"{_POOL}.cache_partial_block", quarantine.cache_clean_only),
             ),
             relies_on=(
-                f"{_SCHEDULER}._free_request_blocks",
                 f"{_SCHEDULER}._preempt_request",
                 f"{_SCHEDULER}.finish_requests",
                 f"{_POOL}.evict_blocks",

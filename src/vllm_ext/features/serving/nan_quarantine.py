@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_ext.core.feature import effect
@@ -33,8 +34,9 @@ class Quarantine:
         self._dirty: set[int] = set()
         self._handed_on: list[int] = []
         self._scheduled = self._reported = 0
-        # Blocks freed before the reports of the steps in flight, with the last of these steps.
-        self._freed: deque[tuple[int, list[int]]] = deque()
+        # Blocks given up before the reports of the steps in flight, with the last of these steps.
+        self._freed: deque[tuple[int, set[int]]] = deque()
+        self._known = False
         self._told: deque[str] = deque(maxlen=64)
 
     def step(self, planned: Any) -> None:
@@ -54,10 +56,27 @@ class Quarantine:
         while self._freed and self._freed[0][0] <= number:
             self._freed.popleft()
 
+    def leave(self, scheduler: Any, request: Any) -> None:
+        """A request gives its blocks up, perhaps while a step that writes to them is in flight."""
+        if self.in_flight and request.num_in_flight_tokens > 0:
+            first = request.num_computed_tokens - request.num_in_flight_tokens
+            first = max(first - _draft_slack(scheduler), 0)
+            held = blocks_from(scheduler.kv_cache_manager, request.request_id, first)
+            self._freed.append((self._scheduled, held))
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """What is freed meanwhile is reported, or was named by ``leave``."""
+        self._known = True
+        try:
+            yield
+        finally:
+            self._known = False
+
     def freed(self, blocks: Iterable[Any]) -> None:
-        """Blocks are freed, perhaps while a step that writes to them is in flight."""
-        if self._scheduled > self._reported:
-            held = [block.block_id for block in blocks if not block.is_null]
+        """Blocks of a running request are freed, since they have left its window."""
+        if not self._known:
+            held = {block.block_id for block in blocks if not block.is_null}
             self._freed.append((self._scheduled, held))
 
     @property
@@ -193,10 +212,30 @@ def watch_hand_over(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     return blocks
 
 
-def watch_free(
-    original: Callable[..., Any], self: Any, ordered_blocks: Iterable[Any], *args: Any, **kwargs: Any
+def leave_blocks(
+    original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Remember what is freed while steps are in flight."""
+    """A request that ends, is aborted or preempted gives its blocks up."""
+    quarantine = quarantine_of(self)
+    quarantine.leave(self, request)
+    with quarantine.known():
+        return original(self, request, *args, **kwargs)
+
+
+def drain_reported(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Blocks that vLLM kept back until the steps in flight were through are reported."""
+    with quarantine_of(self).known():
+        return original(self, *args, **kwargs)
+
+
+def watch_free(
+    original: Callable[..., Any],
+    self: Any,
+    ordered_blocks: Iterable[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Remember what leaves a window while steps are in flight."""
     quarantine = getattr(self, _QUARANTINE, None)
     if quarantine is not None and quarantine.in_flight:
         ordered_blocks = list(ordered_blocks)

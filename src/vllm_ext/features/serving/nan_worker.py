@@ -147,7 +147,7 @@ def watch_pooling(
 
 
 def watch_second_runner(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sampling and pooling of ``vllm.v1.worker.gpu``; none where context parallelism splits rows."""
+    """Sampling and pooling of ``vllm.v1.worker.gpu``, unless context parallelism splits rows."""
     state, watch = self.execute_model_state, None
     if state is not None and self.pcp_manager is None:
         batch = state.input_batch
