@@ -15,7 +15,7 @@ from tests.beds.registered import registered
 from vllm_ext.core.effects import PAGE
 from vllm_ext.features.scheduling.fence_probe import log_lines
 from vllm_ext.features.serving import nan_containment_probes as probes
-from vllm_ext.features.serving import nan_worker
+from vllm_ext.features.serving import nan_quarantine, nan_worker
 
 CONTAIN = "NAN_CONTAINMENT.contain"
 POLICY = "VLLM_EXT_NAN_CONTAINMENT_POLICY"
@@ -263,6 +263,17 @@ def test_policy_error_ends_the_request_alone(
     line.add("innocent-later", prompt(150, seed=2), 8)
     line.run()
     assert polluted(line) == CLEAN
+
+
+@pytest.mark.parametrize("count,own", [(3, True), (2, True), (1, False)])
+def test_nan_in_a_rejected_draft_is_not_the_requests(count: int, own: bool) -> None:
+    """One token and 3 drafts are computed; 2 drafts are accepted, the last ``count`` tokens bad."""
+    planned = SimpleNamespace(
+        num_scheduled_tokens={"a": 4, "b": 4}, scheduled_spec_decode_tokens={"a": [1, 2, 3]}
+    )
+    output = SimpleNamespace(req_id_to_index={"a": 0}, sampled_token_ids=[[1, 9, 5]])
+    drafted = nan_quarantine.rejected_drafts(planned, output, {"a": count, "b": 4})
+    assert drafted == (set() if own else {"a"})
 
 
 @pytest.mark.behaviour(CONTAIN, wrong=r"0 lines for 2 requests")

@@ -32,10 +32,10 @@ def end_with_error(
 
     Pooling requests go on: vLLM has no way to tell their clients of an error.
     """
-    names = quarantine.nan_reports(model_runner_output)
-    if not names or FEATURE.setting("POLICY") != "error":
+    found = quarantine.nan_reports(model_runner_output)
+    if not found or FEATURE.setting("POLICY") != "error":
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
-    quarantine.take_in(self, scheduler_output, model_runner_output)
+    names = quarantine.take_in(self, scheduler_output, model_runner_output)
     generating = {
         name
         for name in names

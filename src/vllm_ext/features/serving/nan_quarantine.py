@@ -47,11 +47,16 @@ class Quarantine:
             setattr(planned.scheduled_cached_reqs, BLOCKS_TO_WIPE, self._handed_on)
             self._handed_on = []
 
-    def report(self, scheduler: Any, planned: Any, found: dict[str, int]) -> None:
-        """A step's report is in; ``found`` has its requests with NaN and their bad tokens."""
+    def report(
+        self, scheduler: Any, planned: Any, found: dict[str, int], drafted: set[str]
+    ) -> None:
+        """A step's report is in; ``found`` has its requests with NaN and their bad tokens.
+
+        ``drafted`` are those that have it in rejected drafts only.
+        """
         number = getattr(planned, _STEP, self._scheduled)
         if found:
-            self._take_in(scheduler, planned, found, number)
+            self._take_in(scheduler, planned, found, drafted, number)
         self._reported = max(self._reported, number)
         while self._freed and self._freed[0][0] <= number:
             self._freed.popleft()
@@ -96,7 +101,9 @@ class Quarantine:
                 self._handed_on.append(block.block_id)
                 self._dirty.discard(block.block_id)
 
-    def _take_in(self, scheduler: Any, planned: Any, found: dict[str, int], number: int) -> None:
+    def _take_in(
+        self, scheduler: Any, planned: Any, found: dict[str, int], drafted: set[str], number: int
+    ) -> None:
         dirty = {block for step, held in self._freed if step >= number for block in held}
         starts = first_tokens(planned)
         for name, count in found.items():
@@ -107,7 +114,8 @@ class Quarantine:
             request = scheduler.requests.get(name)
             if request is not None:
                 dirty |= blocks_from(scheduler.kv_cache_manager, name, first)
-            self._tell(request, name, first)
+            if name not in drafted:
+                self._tell(request, name, first)
         pool_size = len(self._pool.blocks)
         dirty = {block for block in dirty if block < pool_size}
         scheduler.kv_cache_manager.evict_blocks(dirty)
@@ -162,11 +170,25 @@ def nan_reports(output: Any) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count > 0}
 
 
-def take_in(scheduler: Any, planned: Any, output: Any) -> dict[str, int]:
-    """Put the blocks of requests with NaN into quarantine; returns those requests."""
+def rejected_drafts(planned: Any, output: Any, found: dict[str, int]) -> set[str]:
+    """Requests that have NaN in drafts only which were rejected: it isn't theirs.
+
+    Its slots are written anew when the request goes on; until then they are as dirty as others.
+    """
+    drafted = set()
+    for name in found.keys() & planned.scheduled_spec_decode_tokens.keys():
+        sampled = output.sampled_token_ids[output.req_id_to_index[name]]
+        if planned.num_scheduled_tokens[name] - found[name] >= len(sampled):
+            drafted.add(name)
+    return drafted
+
+
+def take_in(scheduler: Any, planned: Any, output: Any) -> set[str]:
+    """Put blocks with NaN into quarantine; returns the requests whose NaN it is."""
     found = nan_reports(output)
-    quarantine_of(scheduler).report(scheduler, planned, found)
-    return found
+    drafted = rejected_drafts(planned, output, found) if found else set()
+    quarantine_of(scheduler).report(scheduler, planned, found, drafted)
+    return found.keys() - drafted
 
 
 def quarantine_of(scheduler: Any) -> Quarantine:
