@@ -46,7 +46,7 @@ def _wraps(release: str) -> list[Wrap]:
     ]
 
 
-def tokens_per_second(running: Engine, length: int, answer: int, rounds: int = 4) -> float:
+def tokens_per_second(running: Engine, length: int, answer: int, rounds: int = 2) -> float:
     """Tokens a second of ``rounds`` batches of ``REQUESTS`` prompts of ``length`` words."""
     words = running.model.clean_words
     asked = [

@@ -19,6 +19,8 @@ from tests.beds.corrupt import CorruptLlama, corrupt_llama
 
 INNOCENT, CORRUPT = 20, 5
 _ENVIRON = {
+    # The test registers the plugin itself, or not.
+    "VLLM_PLUGINS": "",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Attention that doesn't depend on the batch.
@@ -63,7 +65,7 @@ class Engine:
         return [self.ask([prompt], 6, 3)[0] for prompt in asked]
 
     def corrupt(self, logprobs: int | None = None) -> list[Answer]:
-        """Long requests with NaN from their 41st token on, at once, without logprobs."""
+        """Long requests with NaN in token 41, counted from 0, at once."""
         words = self.model.clean_words
         asked = [
             self.model.ids(*words[at : at + 40], self.model.nan_word, *words[at : at + 90])
