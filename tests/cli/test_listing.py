@@ -32,6 +32,15 @@ VERDICTS = {
         "token_in_inf": "idle idle idle active active",
         "rust_ranks": "active active native native native",
     },
+    "NAN_CONTAINMENT": {
+        "notice": "active active active active active",
+        "contain": "active active active active active",
+        "wipe": "active active active active active",
+        "notice_v2": "active active active active active",
+        "wipe_v2": "active active active active active",
+        "error_policy": "active active active active active",
+        "error_message": "active active active active native",
+    },
     "SCORE_USAGE": {
         "prompt_tokens": "active native native native native",
         "missing_inputs": "idle active active active active",
