@@ -150,7 +150,10 @@ def _part(feature: Feature, part: Part) -> str:
         (release, judgement.verdict, _text(judgement.reason))
         for release, judgement in recorded(feature, part).items()
     ]
-    on = [f"Off until {_code(feature.variable(part.option) + '=1')}."] if part.option else []
+    on = []
+    if part.option:
+        variable = feature.how_to_switch_on(part)
+        on = [f"Off until {_code(variable)}{'' if variable.endswith('=1') else ' is set'}."]
     return _join(
         f"### {part.name}",
         " ".join([_text(part.summary), *on]),
