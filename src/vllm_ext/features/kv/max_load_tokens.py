@@ -183,7 +183,8 @@ def cap_simple_cpu(
         answers[0] = original(self, shown, num_computed_tokens)
         return answers[0][0]
 
-    drafting = self.vllm_config.speculative_config is not None
+    groups = self.cpu_kv_cache_config.kv_cache_groups
+    drafting = self.vllm_config.speculative_config or any(g.is_eagle_group for g in groups)
     complete = cap // self.block_size * self.block_size
     found = _longest(look_up, complete, self.block_size if drafting and cap else 0)
     if found is not None and found >= complete:
@@ -222,9 +223,7 @@ def note_invalid_cap(original: Callable[..., Any], self: Any) -> Any:
     return result
 
 
-def refuse_invalid_cap(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> Any:
+def refuse_invalid_cap(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse a request whose cap isn't one. Raises VLLMValidationError, which is HTTP 400."""
     named = named_cap(self.kv_transfer_params)
     if named is not None and not is_cap(named):
