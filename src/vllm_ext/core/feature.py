@@ -90,10 +90,11 @@ class Part:
 
     ``relies_on`` are targets that are read, not changed; they are fingerprinted like the
     patched ones. ``option`` names the option that switches this part on: a boolean one that is
-    true, or another one that is set (its default is None). ``traced`` parts change model code that torch.compile traces, so they enter the compile cache key;
-    ``inspected`` parts change what vLLM inspects of a model class and caches (capability flags).
-    ``probe`` tells, from the behaviour of the unpatched vLLM in the current process, whether
-    the release lacks this part (``active``), has it (``native``) or has no use for it (``idle``).
+    true, or another one that is set (its default is None). ``traced`` parts change model code
+    that torch.compile traces, so they enter the compile cache key; ``inspected`` parts change
+    what vLLM inspects of a model class and caches (capability flags). ``probe`` tells, from the
+    behaviour of the unpatched vLLM in the current process, whether the release lacks this part
+    (``active``), has it (``native``) or has no use for it (``idle``).
     """
 
     name: str

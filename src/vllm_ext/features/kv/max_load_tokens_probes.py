@@ -69,7 +69,7 @@ def invalid_values() -> Judgement:
 
     told: list[logging.LogRecord] = []
     listener = logging.Handler()
-    listener.emit = told.append  # type: ignore[method-assign]
+    listener.addFilter(lambda record: told.append(record) or False)  # type: ignore[func-returns-value]
     scheduler.logger.addHandler(listener)
     try:
         found = _found(["full"], max_load_tokens="8")

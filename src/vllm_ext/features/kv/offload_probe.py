@@ -161,7 +161,7 @@ class Offload:
         found, _ = self.connector.get_num_new_matched_tokens(request, local)
         # From 0.33.0 on the tiers are locked until the step ends.
         getattr(self.offloading, "_release_step", bool)()
-        return found  # type: ignore[no-any-return]
+        return found
 
     def step(self) -> Any:
         """One step of the engine: every copy it starts has succeeded at its end."""
