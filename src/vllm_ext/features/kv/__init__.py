@@ -1,1 +1,1 @@
-"""KV offloading."""
+"""KV cache offloading and transfer."""
