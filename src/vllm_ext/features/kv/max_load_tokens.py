@@ -49,7 +49,7 @@ class ShorterRequest:
 
 def named_cap(transfer: Any) -> Any:
     """What ``kv_transfer_params`` name as cap, valid or not; None if nothing."""
-    return transfer.get(FIELD) if isinstance(transfer, dict) and transfer else None
+    return transfer.get(FIELD) if transfer and isinstance(transfer, dict) else None
 
 
 def is_cap(value: Any) -> bool:
@@ -59,7 +59,11 @@ def is_cap(value: Any) -> bool:
 
 def cap_of(request: Any) -> int | None:
     """A request's own cap in tokens beyond its local prefix; None if it names no valid one."""
-    named = named_cap(request.kv_transfer_params)
+    transfer = request.kv_transfer_params
+    # Most requests have none, and are looked up in every step in which they wait.
+    if not transfer:
+        return None
+    named = named_cap(transfer)
     return named if is_cap(named) else None
 
 
@@ -167,9 +171,10 @@ def cap_simple_cpu(
     original: Callable[..., Any], self: Any, request: Any, num_computed_tokens: int
 ) -> Any:
     """SimpleCPUOffloadConnector: hits of at most the request's cap, or the server's."""
-    note_invalid(request, told=False)
     cap = cap_of(request)
     if cap is None:
+        if request.kv_transfer_params:
+            note_invalid(request, told=False)
         cap = FEATURE.setting("DEFAULT")
     local = num_computed_tokens
     if cap is None or local + cap + 1 >= request.num_tokens:
