@@ -41,8 +41,8 @@ def extensions() -> list[Extension]:
         found.append(
             Extension(
                 "vllm_ext._C",
-                sources=["csrc/native.cpp"],
-                depends=["setup.py"],
+                sources=["csrc/native.cpp", "csrc/host_copy.cpp"],
+                depends=["setup.py", "csrc/host_copy.h"],
                 include_dirs=[str(pybind11 / "include")],
                 extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden"],
                 language="c++",

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "host_copy.h"
+
 namespace py = pybind11;
 
 namespace {
@@ -44,5 +46,6 @@ py::dict build_info() {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Compiled helpers of vllm-ext for plain buffers.";
   module.def("sum_u8", &sum_u8, py::arg("buffer"), "Sum of the bytes of a C-contiguous buffer.");
+  vllm_ext::bind_host_copy(module);
   module.def("build_info", &build_info, "What this extension was built with.");
 }

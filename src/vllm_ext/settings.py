@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ext.core.feature import Feature
+from vllm_ext.core.feature import Feature, Option
 from vllm_ext.names import DISABLE, PREFIX, SERVER_ID, STRICT
 
 AUTO, ON, OFF = "auto", "1", "0"
@@ -68,7 +68,7 @@ def read(environ: Mapping[str, str], features: Iterable[Feature]) -> Settings:
         for option in feature.options:
             name = feature.variable(option)
             if name in given:
-                options[name] = _option(name, given[name], option.type, option.default, errors)
+                options[name] = _option(name, given[name], option, errors)
     switches = {name: _switch(name, given.get(name), errors) for name in (DISABLE, STRICT)}
     if errors:
         raise SettingsError(" ".join(errors))
@@ -87,15 +87,21 @@ def _switch(name: str, value: str | None, errors: list[str]) -> bool:
     return value == ON
 
 
-def _option(name: str, value: str, kind: Any, default: Any, errors: list[str]) -> Any:
+def _option(name: str, value: str, option: Option, errors: list[str]) -> Any:
     from pydantic import TypeAdapter, ValidationError  # only paid for when an option is set
 
     try:
-        return TypeAdapter(kind).validate_python(value)
+        read = TypeAdapter(option.type).validate_python(value)
     except ValidationError as error:
         what = error.errors()[0]["msg"].removeprefix("Input should be ")
-        errors.append(f"{name} is {value!r}, but it takes {what} (default {default}).")
-        return default
+        errors.append(f"{name} is {value!r}, but it takes {what} (default {option.default}).")
+        return option.default
+    if option.at_least is not None and read < option.at_least:
+        errors.append(
+            f"{name} is {value!r}, but it takes an {option.takes} (default {option.default})."
+        )
+        return option.default
+    return read
 
 
 def _misspelt(name: str, known: list[str]) -> str:

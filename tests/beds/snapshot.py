@@ -7,7 +7,10 @@ from types import ModuleType
 
 
 def snapshot() -> dict[str, int]:
-    """``id()`` of everything in vars() of each loaded ``vllm`` module and of each class in it."""
+    """``id()`` of everything in vars() of each loaded ``vllm`` module and of each class in it.
+
+    Registries are dicts held by a class; their entries count as well.
+    """
     taken: dict[str, int] = {}
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] != "vllm" or not isinstance(module, ModuleType):
@@ -17,6 +20,9 @@ def snapshot() -> dict[str, int]:
             if isinstance(value, type) and value.__module__ == name:
                 for attribute, raw in list(vars(value).items()):
                     taken[f"{name}:{key}.{attribute}"] = id(raw)
+                    if isinstance(raw, dict) and "registry" in attribute:
+                        for entry, registered in list(raw.items()):
+                            taken[f"{name}:{key}.{attribute}[{entry}]"] = id(registered)
     return taken
 
 

@@ -41,6 +41,14 @@ VERDICTS = {
         "error_policy": "active active active active active",
         "error_message": "active active active active native",
     },
+    "MAX_LOAD_TOKENS": {
+        "cap": "active active native native native",
+        "exact": "idle idle active active active",
+        "simple_cpu": "active active active active active",
+        "default": "active active active active active",
+        "invalid_values": "active active active active active",
+        "strict": "active active active active active",
+    },
     "SCORE_USAGE": {
         "prompt_tokens": "active native native native native",
         "missing_inputs": "idle active active active active",

@@ -55,6 +55,13 @@ def test_an_option_is_validated_by_its_type(text: str, value: bool) -> None:
     assert settings.option(USAGE, "CACHED_TOKENS") is value
 
 
+def test_an_option_takes_no_number_below_its_smallest() -> None:
+    capped = FEATURES["MAX_LOAD_TOKENS"]
+    with pytest.raises(SettingsError, match=r"is '-1', but it takes an int of at least 0 \("):
+        read({"VLLM_EXT_MAX_LOAD_TOKENS_DEFAULT": "-1"}, ALL)
+    assert read({"VLLM_EXT_MAX_LOAD_TOKENS_DEFAULT": "0"}, ALL).option(capped, "DEFAULT") == 0
+
+
 def test_an_empty_variable_counts_as_unset() -> None:
     assert read({USAGE.toggle: " "}, ALL) == read({}, ALL)
 

@@ -107,7 +107,10 @@ def _part(feature: Feature, part: Part) -> str:
         (release, judgement.verdict, plain(judgement.reason))
         for release, judgement in recorded(feature, part).items()
     ]
-    on = [f"Off until {code(feature.variable(part.option) + '=1')}."] if part.option else []
+    on = []
+    if part.option:
+        variable = feature.how_to_switch_on(part)
+        on = [f"Off until {code(variable)}{'' if variable.endswith('=1') else ' is set'}."]
     return join(
         f"### {part.name}",
         " ".join([plain(part.summary), *on]),

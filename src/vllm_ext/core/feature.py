@@ -66,19 +66,22 @@ def effect(part_id: str, amount: int = 1) -> None:
 class Option:
     """A setting of a feature besides its toggle: ``VLLM_EXT_<FEATURE>_<NAME>``.
 
-    ``type`` is anything pydantic can validate a string against, such as ``int`` or a ``Literal``.
+    ``type`` is anything pydantic can validate a string against, such as ``int`` or a ``Literal``;
+    ``at_least`` is the smallest number it takes.
     """
 
     name: str
     type: Any
     default: Any
     summary: str
+    at_least: int | None = None
 
     @property
     def takes(self) -> str:
         """The values it takes, in words: a type's name, or the choices of a ``Literal``."""
         choices = get_args(self.type)
-        return " or ".join(map(str, choices)) if choices else str(self.type.__name__)
+        name = " or ".join(map(str, choices)) if choices else str(self.type.__name__)
+        return name if self.at_least is None else f"{name} of at least {self.at_least}"
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,12 @@ class Part:
     """The smallest thing that is applied as a whole: all its seams or none.
 
     ``relies_on`` are targets that are read, not changed; they are fingerprinted like the
-    patched ones. ``option`` names the boolean option that switches this part on. ``traced``
-    parts change model code that torch.compile traces, so they enter the compile cache key;
-    ``inspected`` parts change what vLLM inspects of a model class and caches (capability flags).
-    ``probe`` tells, from the behaviour of the unpatched vLLM in the current process, whether
-    the release lacks this part (``active``), has it (``native``) or has no use for it (``idle``).
+    patched ones. ``option`` names the option that switches this part on: a boolean one that is
+    true, or another one that is set (its default is None). ``traced`` parts change model code
+    that torch.compile traces, so they enter the compile cache key; ``inspected`` parts change
+    what vLLM inspects of a model class and caches (capability flags). ``probe`` tells, from the
+    behaviour of the unpatched vLLM in the current process, whether the release lacks this part
+    (``active``), has it (``native``) or has no use for it (``idle``).
     ``check`` tells the same in a process in which the part is in force, together with all others,
     and must then show ``native``; it is left out where the probe itself does.
     """
@@ -146,6 +150,11 @@ class Feature:
     def variable(self, option: Option | str) -> str:
         """Name of the environment variable of one of the feature's options."""
         return f"{self.toggle}_{option if isinstance(option, str) else option.name}"
+
+    def how_to_switch_on(self, part: Part) -> str:
+        """What to set for a part with an option: the variable, with ``=1`` if it is boolean."""
+        option = next(option for option in self.options if option.name == part.option)
+        return self.variable(option) + ("=1" if option.type is bool else "")
 
     def setting(self, name: str) -> Any:
         """Value of one of the feature's options in this process; cheap enough for every step.

@@ -78,8 +78,9 @@ def _judge(
         return Judgement(Verdict.OFF, f"{DISABLE}=1 switches everything off")
     if settings.toggle(feature) == OFF:
         return Judgement(Verdict.OFF, f"{feature.toggle}=0")
-    if part.option and not settings.option(feature, part.option):
-        return Judgement(Verdict.OFF, f"set {feature.variable(part.option)}=1 to switch it on")
+    # 0 is a value: only unset and false are off.
+    if part.option and any(settings.option(feature, part.option) is off for off in (None, False)):
+        return Judgement(Verdict.OFF, f"set {feature.how_to_switch_on(part)} to switch it on")
     if known is None:
         supported = ", ".join(recorded_releases())
         return Judgement(

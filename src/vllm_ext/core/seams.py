@@ -23,18 +23,24 @@ class SeamError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a target lives: a name in a module or in a class."""
+    """Where a target lives: a name in a module, in a class or in a registry (a dict)."""
 
     owner: Any
     name: str
 
     def read(self) -> Any:
         """The raw attribute (descriptors unbound), MISSING where the owner has none itself."""
-        return vars(self.owner).get(self.name, MISSING)
+        held = self.owner if isinstance(self.owner, dict) else vars(self.owner)
+        return held.get(self.name, MISSING)
 
     def write(self, value: Any) -> None:
         """Put a raw attribute there; MISSING takes the attribute away."""
-        if value is MISSING:
+        if isinstance(self.owner, dict):
+            if value is MISSING:
+                del self.owner[self.name]
+            else:
+                self.owner[self.name] = value
+        elif value is MISSING:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, value)
@@ -56,8 +62,15 @@ def module_of(target: str) -> str:
 def locate(target: str) -> Place:
     """The place of a target whose module is loaded; reads vars(), so nothing is imported.
 
-    Raises SeamError if the module isn't loaded or a class on the way is missing.
+    ``module:Class.registry[name]`` is an entry of a registry. Raises SeamError if the module isn't
+    loaded, or a class or the registry on the way is missing.
     """
+    attribute, bracket, entry = target.partition("[")
+    if bracket:
+        registry = locate(attribute).read()
+        if not isinstance(registry, dict):
+            raise SeamError(f"{attribute} is not a registry but {registry!r}")
+        return Place(registry, entry.removesuffix("]"))
     module_name, path = split(target)
     owner: Any = sys.modules.get(module_name)
     if not isinstance(owner, ModuleType):
@@ -122,6 +135,33 @@ class Add(Seam):
             value.__name__ = place.name
             value.__qualname__ = f"{place.owner.__qualname__}.{place.name}"
         return value
+
+
+@dataclass(frozen=True)
+class Register(Seam):
+    """An entry in one of vLLM's registries, made by vLLM's own registering function.
+
+    ``target`` is ``module:Class.registry[name]``, ``through`` the class method that registers and
+    ``arguments`` what it is given. A name that is taken already raises SeamError.
+    """
+
+    through: str
+    arguments: tuple[Any, ...]
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """The function must be the recorded one, in a class with the recorded members."""
+        return (self.through, self.through.rpartition(".")[0])
+
+    def layer(self, place: Place, below: Any) -> Any:
+        if below is not MISSING:
+            raise SeamError(f"{self.target} is taken already")
+        function = locate(self.through)
+        getattr(function.owner, function.name)(*self.arguments)
+        entry = place.read()
+        if entry is MISSING:
+            raise SeamError(f"{self.through} made no entry {place.name!r}")
+        return entry
 
 
 def _wrapper(behaviour: Callable[..., Any], original: Any) -> FunctionType:

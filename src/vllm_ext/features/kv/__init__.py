@@ -1,0 +1,1 @@
+"""KV cache offloading and transfer."""
