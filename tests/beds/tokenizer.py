@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -22,12 +23,24 @@ def sentence(words: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
-def save_tokenizer(folder: Path, max_length: int) -> None:
+def vocabulary(size: int, specials: Sequence[str] = ()) -> dict[str, int]:
+    """VOCABULARY, the special tokens of a family, and words nobody says up to ``size`` entries."""
+    words = [*VOCABULARY, *specials]
+    words += [f"unsaid{at}" for at in range(len(words), size)]
+    if len(words) > size:
+        raise ValueError(f"{len(words)} words do not fit a vocabulary of {size}")
+    return {word: at for at, word in enumerate(words)}
+
+
+def save_tokenizer(
+    folder: Path, max_length: int, size: int = len(VOCABULARY), specials: Sequence[str] = ()
+) -> None:
     """Write tokenizer files that wrap a text in START and END and a pair in START, END, END.
 
-    There is a padding token on purpose: servers that join a pair's ids put one in between.
+    ``size`` entries, ``specials`` among them, whole wherever they stand in a text. There is a
+    padding token on purpose: servers that join a pair's ids put one in between.
     """
-    backend = Tokenizer(WordLevel(VOCABULARY, unk_token=UNK))
+    backend = Tokenizer(WordLevel(vocabulary(size, specials), unk_token=UNK))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.post_processor = TemplateProcessing(
         single=f"{START} $A {END}",
@@ -44,6 +57,7 @@ def save_tokenizer(folder: Path, max_length: int) -> None:
         sep_token=END,
         bos_token=START,
         eos_token=END,
+        additional_special_tokens=list(specials),
     ).save_pretrained(folder)
 
 
