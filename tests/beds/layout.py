@@ -109,7 +109,9 @@ def extra_path(name: str) -> Path:
     """The folder that comes on PYTHONPATH to import a package of EXTRAS."""
     path = FOLDER / name
     if name not in EXTRAS or not path.is_dir():
-        raise FileNotFoundError(f"The test-only package {name} is not at {path}; run `make install`.")
+        raise FileNotFoundError(
+            f"The test-only package {name} is not at {path}; run `make install`."
+        )
     return path
 
 
