@@ -15,17 +15,17 @@ from tests.beds.checkpoints import decoders
 from tests.beds.checkpoints.checkpoint import Checkpoint
 from tests.beds.cpu_faults import convolutions_in_any_dtype
 
-# Five prompts of 176 tokens; the KV cache holds two of them, and of Gemma-3's two groups one.
 PROMPTS = range(5)
 LENGTH = 176
 ANSWER = 8
-BLOCKS = 14
+# Enough for one prompt and its answer, too few to keep five: all have two groups but Llama.
+BLOCKS = {"llama": 14, "gemma3": 14, "lfm2": 8}
 HOST_BYTES = 64 * 1024**2
 
 
 @contextmanager
 def engine(folder: Path, model: str, **arguments: Any) -> Iterator[tuple[Any, Checkpoint]]:
-    """``vllm.LLM`` of a decoder (``llama``, ``gemma3``, ``lfm2``) with ``BLOCKS`` KV blocks.
+    """``vllm.LLM`` of a decoder (``llama``, ``gemma3``, ``lfm2``) with few KV blocks.
 
     The plugin is there if it is registered already: entry points are not loaded. All is taken down
     at the end, also where the engine doesn't start, so that the next one can.
@@ -42,7 +42,7 @@ def engine(folder: Path, model: str, **arguments: Any) -> Iterator[tuple[Any, Ch
         given = {
             **checkpoint.arguments,
             "max_model_len": 192,
-            "num_gpu_blocks_override": BLOCKS,
+            "num_gpu_blocks_override": BLOCKS[model],
             "enable_prefix_caching": True,
             "max_logprobs": -1,
             "disable_log_stats": False,
