@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +53,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (vllm.platforms, spec, host_spec):
         monkeypatch.setattr(module, "current_platform", UnspecifiedPlatform())
+
+
+def _lanes(copies: Any) -> Any:
+    """The threads of a copy engine, by name of the lane."""
+    return {str(lane): thread for lane, thread in copies._lanes.items()}
 
 
 def _told(call: Any, *args: Any) -> str:
@@ -209,6 +216,30 @@ def test_blocks_go_to_their_places_in_chunks(installed_release: str, data: Any) 
             assert not mine[block, page:].any()
 
 
+def test_a_job_counts_as_finished_when_its_bytes_are_there(installed_release: str) -> None:
+    """What waits in a lane is not reported, and ``wait`` waits for it."""
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+    (cache,) = _caches([PAGE])
+    worker = _worker([cache], [[(0, PAGE)]], 1)
+    release = threading.Event()
+    _lanes(worker._copies)["store"].submit(release.wait)
+    blocks = GPULoadStoreSpec([3, 4], [2], [0])
+    worker.submit_store(1, blocks, _chunks([5, 6]))
+    worker.host[0].zero_()
+    worker.submit_load(2, _chunks([0, 0]), GPULoadStoreSpec([7, 8], [2], [0]))
+    worker.wait({2})
+    assert [done.job_id for done in worker.get_finished()] == [2]
+    assert not worker.host[0].any()
+    threading.Timer(0.05, release.set).start()
+    worker.wait({1, 2, 99})
+    stored = worker.host[0][[5, 6]].tolist()
+    cache.zero_()
+    assert stored == _caches([PAGE])[0][[3, 4]].tolist()
+    assert [done.job_id for done in worker.get_finished()] == [1]
+    worker.shutdown()
+
+
 def test_a_transfer_whose_numbers_do_not_agree_is_refused(installed_release: str) -> None:
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
@@ -277,17 +308,13 @@ def test_the_simple_worker_stores_and_loads(patched: None) -> None:
 
 def test_a_flush_waits_for_copies_that_have_not_begun(active: None) -> None:
     """Nothing is left of a preempted request's copies when its blocks are given to another."""
-    import threading
-
     from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
-
-    from vllm_ext.connectors.host_copy import Lane
 
     worker, caches = _simple_worker()
     worker.register_kv_caches(caches)
     before = caches["a"].clone()
     release = threading.Event()
-    worker._backend._copies._lanes[Lane.STORE].submit(release.wait)
+    _lanes(worker._backend._copies)["store"].submit(release.wait)
     _step(worker, store_event=0, store_gpu_blocks=[4], store_cpu_blocks=[0])
     worker.get_finished(set())
     assert worker.build_connector_worker_meta() is None
@@ -322,8 +349,6 @@ def test_the_disk_backend_is_refused_in_a_sentence(active: None) -> None:
 
 
 def test_every_listed_configuration_is_one_vllm_takes(active: None) -> None:
-    import json
-
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
