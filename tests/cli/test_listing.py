@@ -49,6 +49,11 @@ VERDICTS = {
         "invalid_values": "active active active active active",
         "strict": "active active active active active",
     },
+    "HOST_OFFLOAD": {
+        "spec": "active active active active active",
+        "default_spec": "active active active active active",
+        "simple_worker": "active active active active active",
+    },
     "SCORE_USAGE": {
         "prompt_tokens": "active native native native native",
         "missing_inputs": "idle active active active active",
@@ -133,6 +138,39 @@ def test_the_table_shows_every_feature_and_part_on_a_narrow_terminal() -> None:
                 part["releases"].values()
             )
             assert ("(option)" in line) == bool(part["option"])
+
+
+def test_connectors_have_a_configuration_to_paste() -> None:
+    """vLLM takes it as it stands: tests/kv/test_host_offload.py."""
+    done = _run("list", "--connectors", "--json")
+    assert done.exit_code == 0, done.output
+    listed = json.loads(done.stdout)
+    shown = _run("list", "--connectors").stdout.splitlines()
+    assert [one["name"] for one in listed] == [
+        "HostOffloadingSpec",
+        "CPUOffloadingSpec",
+        "SimpleCPUOffload",
+    ]
+    for one in listed:
+        config = json.loads(one["kv_transfer_config"])
+        assert (config["kv_role"], set(one["releases"])) == ("kv_both", set(RELEASES))
+        assert f"--kv-transfer-config '{one['kv_transfer_config']}'" in shown
+        (row,) = [line for line in shown if f"│ {one['name']} " in line]
+        assert [word for word in row.split() if word in list(Verdict)] == list(
+            one["releases"].values()
+        )
+        assert f"{one['name']}: {one['summary']}" in shown
+
+
+def test_listing_connectors_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys; from vllm_ext.cli import main; "
+        "main(['list', '--connectors'], standalone_mode=False); "
+        "print({'vllm', 'torch', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.parametrize("spelt", ["SCORE_USAGE", "score_usage", "vllm_ext_Score_Usage"])

@@ -100,7 +100,10 @@ def test_wrappers_are_transparent(ledger: Ledger, part: str) -> None:
             new.__doc__,
         )
         assert new.__wrapped__ is old
-        assert pickle.loads(pickle.dumps(new)) is new
+        # Functions are equal only to themselves; a class method is made anew from its class.
+        place = locate(seam.target)
+        found = getattr(place.owner, place.name)
+        assert pickle.loads(pickle.dumps(found)) == found
 
 
 def test_registering_ten_times_gives_one_wrapper(

@@ -19,7 +19,7 @@ from tests.beds.snapshot import differences, snapshot
 from vllm_ext.core.feature import Feature, Judgement, Part, Verdict
 from vllm_ext.core.ledger import Conflict, Ledger
 from vllm_ext.core.plan import Planned
-from vllm_ext.core.seams import Add, Seam, Wrap
+from vllm_ext.core.seams import Add, Register, Seam, Wrap
 
 SOURCE = """
 def add(a, b=1): return a + b
@@ -36,6 +36,17 @@ class Thing(Base):
     async def stream(self): yield 1
     @property
     def value(self): return 1
+class Factory:
+    _registry = {}
+    flat = ()
+    @classmethod
+    def register(cls, name, module, kind):
+        if name in cls._registry: raise ValueError("registered already")
+        def loader(): return (module, kind)
+        cls._registry[name] = loader
+    @classmethod
+    def forget(cls, name): pass
+Factory.register("stock", "vllm.tiny", "Thing")
 """
 USER = "from vllm.tiny import add\nfrom vllm.tiny import add as plus\n"
 
@@ -275,3 +286,61 @@ def test_two_threads_apply_a_part_once(tiny: ModuleType) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda at: ledger.apply("TINY.part0"), range(64)))
     assert tiny.add(1) == (2, "wrapped")
+
+
+ENTRY = "vllm.tiny:Factory._registry"
+MINE = ("mine", "my.module", "Mine")
+
+
+def _register(name: str = "mine", through: str = "register") -> Register:
+    return Register(f"{ENTRY}[{name}]", f"vllm.tiny:Factory.{through}", (name, *MINE[1:]))
+
+
+def test_an_entry_is_registered_by_the_factory_itself_and_taken_away(tiny: ModuleType) -> None:
+    before = snapshot()
+    ledger = _applied(_register())
+    assert list(tiny.Factory._registry) == ["stock", "mine"]
+    assert tiny.Factory._registry["mine"]() == ("my.module", "Mine")
+    assert f"{ENTRY}[mine]" in differences(before, snapshot())
+    ledger.undo("TINY.part0")
+    assert list(tiny.Factory._registry) == ["stock"]
+    assert differences(before, snapshot()) == []
+
+
+def test_a_name_that_is_taken_is_a_conflict_and_stays(tiny: ModuleType) -> None:
+    tiny.Factory.register(*MINE)
+    before = snapshot()
+    ledger = _ledger((_register(),))
+    judgement = ledger.apply("TINY.part0")
+    assert judgement.verdict is Verdict.CONFLICT
+    assert "Factory._registry[mine] is already vllm.tiny.Factory.register" in judgement.reason
+    assert differences(before, snapshot()) == []
+    for other in ((_register("stock"),), (_register("new"), _register("new"))):
+        judgement = _ledger(other).apply("TINY.part0")
+        assert judgement.verdict in (Verdict.CONFLICT, Verdict.FAILED)
+        assert differences(before, snapshot()) == []
+
+
+def test_an_entry_replaced_after_us_is_a_conflict(tiny: ModuleType) -> None:
+    ledger = _applied(_register())
+    ours = tiny.Factory._registry["mine"]
+    tiny.Factory._registry["mine"] = lambda: "theirs"
+    (changed,) = ledger.reread()
+    assert changed.judgement.verdict is Verdict.CONFLICT
+    assert "was replaced after us" in changed.judgement.reason
+    with pytest.raises(Conflict):
+        ledger.undo("TINY.part0")
+    tiny.Factory._registry["mine"] = ours
+    ledger.undo("TINY.part0")
+
+
+def test_what_is_no_registry_or_registers_nothing_is_refused(tiny: ModuleType) -> None:
+    before = snapshot()
+    nothing = _register(through="forget")
+    object.__setattr__(nothing, "arguments", ("mine",))
+    flat = Register("vllm.tiny:Factory.flat[mine]", "vllm.tiny:Factory.register", MINE)
+    for seam, told in ((nothing, "made no entry 'mine'"), (flat, "is not a registry")):
+        judgement = _ledger((seam,)).apply("TINY.part0")
+        assert judgement.verdict is Verdict.FAILED
+        assert told in judgement.reason
+        assert differences(before, snapshot()) == []

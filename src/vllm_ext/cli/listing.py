@@ -13,6 +13,7 @@ from rich.text import Text
 
 from vllm_ext import features as package
 from vllm_ext.cli.style import coloured
+from vllm_ext.connectors import CONNECTORS, Connector
 from vllm_ext.core.feature import Feature, Judgement, Part, Verdict, worst
 from vllm_ext.core.plan import catalogue
 from vllm_ext.core.release import record, recorded_releases
@@ -76,10 +77,60 @@ def find_feature(name: str) -> Feature:
     return found
 
 
+def connector_as_data(connector: Connector) -> dict[str, Any]:
+    """One element of ``vllm-ext list --connectors --json``."""
+    feature, part = _part(connector)
+    return {
+        "name": connector.name,
+        "summary": connector.summary,
+        "kv_transfer_config": connector.config,
+        "feature": feature.name,
+        "part": part.name,
+        "releases": {r: j.verdict.value for r, j in recorded(feature, part).items()},
+    }
+
+
+def _part(connector: Connector) -> tuple[Feature, Part]:
+    name, _, part_name = connector.part.partition(".")
+    feature = next(feature for feature in catalogue(package) if feature.name == name)
+    return feature, next(part for part in feature.parts if part.name == part_name)
+
+
+def _show_connectors(as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps([connector_as_data(one) for one in CONNECTORS], indent=2))
+        return
+    table = Table(title="KV connectors by vLLM release", title_style="bold")
+    for heading in ("Connector", *recorded_releases()):
+        table.add_column(heading, no_wrap=True)
+    for connector in CONNECTORS:
+        feature, part = _part(connector)
+        name = Text.assemble((connector.name, "bold"), (f"\n{connector.part}", "dim"))
+        verdicts = (judgement.verdict for judgement in recorded(feature, part).values())
+        table.add_row(name, *map(coloured, verdicts))
+    console = Console()
+    console.print(table)
+    for connector in CONNECTORS:
+        console.print(
+            Text.assemble("\n", (connector.name, "bold"), f": {connector.summary}"), soft_wrap=True
+        )
+        # Plain, so that a line can be copied as it is.
+        click.echo(f"--kv-transfer-config '{connector.config}'")
+    console.print(
+        "\ncpu_bytes_to_use is the host memory of all workers together, in bytes; "
+        "docs/kv-offload.md tells more.",
+        style="dim",
+    )
+
+
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def list_features(as_json: bool) -> None:
+@click.option("--connectors", is_flag=True, help="Show KV connectors and how to select them.")
+def list_features(as_json: bool, connectors: bool) -> None:
     """Show every feature and what it does on each release."""
+    if connectors:
+        _show_connectors(as_json)
+        return
     features = catalogue(package)
     if as_json:
         click.echo(json.dumps([as_data(feature) for feature in features], indent=2))

@@ -42,14 +42,14 @@ class Connector:
 CONNECTORS = (
     Connector(
         name=HOST_SPEC,
-        summary="OffloadingConnector with a host copy engine: KV blocks go to memory, on CPU too.",
+        summary="OffloadingConnector over the host copy engine, by a name of its own.",
         connector="OffloadingConnector",
         part="HOST_OFFLOAD.spec",
         extra={"spec_name": HOST_SPEC, "cpu_bytes_to_use": _BYTES},
     ),
     Connector(
         name="CPUOffloadingSpec",
-        summary="OffloadingConnector as --kv-offloading-size sets it up; on CPU it starts now.",
+        summary="OffloadingConnector as --kv-offloading-size sets it up, which then starts on CPU.",
         connector="OffloadingConnector",
         part="HOST_OFFLOAD.default_spec",
         extra={"cpu_bytes_to_use": _BYTES},

@@ -71,10 +71,15 @@ class HostCopyBackend:
         cache_rows, host_rows = np.asarray(cache, np.int64), np.asarray(host, np.int64)
         moves = (Move(at, cache_rows, host_rows, width) for at, width in enumerate(self._widths))
         job = self._copies.submit(moves, Lane.STORE if is_store else Lane.LOAD)
-        if is_store:
-            self.last_store = event_idx
         events_list.append((event_idx, HostEvent(job)))
         effect("HOST_OFFLOAD.simple_worker")
+
+    def store(self, step: Any, events: list[tuple[int, HostEvent]]) -> None:
+        """Start the stores of a step (SimpleCPUOffloadMetadata), unless they have been started."""
+        if step.store_event > self.last_store:
+            self.last_store = step.store_event
+            blocks = step.store_gpu_blocks, step.store_cpu_blocks
+            self.launch_copy(*blocks, True, step.store_event, events)
 
     def shutdown(self) -> None:
         """Finish what was submitted."""

@@ -90,17 +90,9 @@ def save_on_host(original: Callable[..., None], self: Any) -> None:
     """
     if not _on_cpu():
         return original(self)
-    metadata, backend = self._connector_metadata, self._backend
-    if metadata is None or not metadata.store_gpu_blocks:
-        return None
-    if metadata.store_event > backend.last_store:
-        backend.launch_copy(
-            metadata.store_gpu_blocks,
-            metadata.store_cpu_blocks,
-            is_store=True,
-            event_idx=metadata.store_event,
-            events_list=self._store_events,
-        )
+    metadata = self._connector_metadata
+    if metadata is not None and metadata.store_gpu_blocks:
+        self._backend.store(metadata, self._store_events)
     return None
 
 
