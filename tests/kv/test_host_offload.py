@@ -332,8 +332,9 @@ def test_a_store_is_started_once_a_step(active: None) -> None:
     worker.register_kv_caches(caches)
     _step(worker, store_event=0, store_gpu_blocks=[4], store_cpu_blocks=[0])
     worker.wait_for_save()
-    worker.get_finished(set())
+    assert [event for event, _ in worker._store_events] == [0]
     worker._flush_and_sync_all()
+    worker.get_finished(set())
     worker.get_finished(set())
     worker.get_finished(set())
     assert worker.build_connector_worker_meta().completed_store_events == {0: 1}
