@@ -13,7 +13,7 @@ import pytest
 from tests.beds.answers import Answer, ask
 from tests.beds.checkpoints import decoders
 from tests.beds.checkpoints.checkpoint import Checkpoint
-from tests.beds.cpu_faults import convolutions_in_any_dtype
+from tests.beds.cpu_faults import cure
 
 PROMPTS = range(5)
 LENGTH = 176
@@ -37,7 +37,7 @@ def engine(folder: Path, model: str, **arguments: Any) -> Iterator[tuple[Any, Ch
         from vllm import LLM
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        convolutions_in_any_dtype()
+        cure()
         llm = None
         given = {
             **checkpoint.arguments,
