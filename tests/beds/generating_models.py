@@ -43,7 +43,9 @@ def _save(model: PreTrainedModel, path: Path) -> None:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if "norm" not in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+                # Tied embeddings are the logits, too: larger ones make every answer certain.
+                scale = 0.1 if "embed" in name else 0.25
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     model.save_pretrained(path)
     save_tokenizer(path, POSITIONS)
 

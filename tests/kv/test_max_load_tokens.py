@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -403,24 +404,39 @@ def _bodies(**transfer: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.behaviour("MAX_LOAD_TOKENS.strict", wrong=r"accepted by \w+Request")
-def test_strict_refuses_invalid_values(strict: None) -> None:
-    """With the error that vLLM's servers answer with HTTP 400, naming the field and the value."""
-    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-    from vllm.exceptions import VLLMValidationError
+def _client() -> Any:
+    """A client of an app with vLLM's request models and error handlers, and nothing behind them."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-    before = counted("strict")
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    init_exception_handler(app)
+    for body in _bodies():
+
+        def accept(body: Any) -> str:
+            return str(body.to_sampling_params(1, {}))
+
+        accept.__annotations__["body"] = type(body)
+        app.post(f"/{type(body).__name__}")(accept)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.mark.behaviour("MAX_LOAD_TOKENS.strict", wrong=r"accepted as \w+Request")
+def test_strict_answers_400_to_invalid_values(strict: None) -> None:
+    """Naming the field and the value, through vLLM's own error handlers."""
+    client, before = _client(), counted("strict")
     for value in INVALID:
         for body in _bodies(max_load_tokens=value):
-            error = None
-            try:
-                body.to_sampling_params(1, {})
-            except VLLMValidationError as raised:
-                error = raised
-            assert error is not None, f"{value!r} is accepted by {type(body).__name__}"
-            answer = create_error_response(error).error
-            assert (answer.code, answer.param) == (400, "kv_transfer_params.max_load_tokens")
-            assert f"found {value!r} ({type(value).__name__})" in answer.message
+            name = type(body).__name__
+            sent = body.model_dump(mode="json", exclude_unset=True)
+            answer = client.post(f"/{name}", json=sent)
+            assert answer.status_code != 200, f"{value!r} is accepted as {name}"
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, 400)
+            assert error["param"] == "kv_transfer_params.max_load_tokens"
+            assert f"found {value!r} ({type(value).__name__})" in error["message"]
     assert counted("strict") - before == 3 * len(INVALID)
 
 

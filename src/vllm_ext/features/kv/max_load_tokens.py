@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ _REQUESTS = (
 FIELD = "max_load_tokens"
 _COUNTED = "_vllm_ext_capped_admission"
 _TOLD = "_vllm_ext_invalid_cap"
+_CHUNKS: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 class ShorterRequest:
@@ -94,36 +96,49 @@ def look_up_within(
     """
     request, local = state.req, state.num_locally_computed_tokens
     native = getattr(state, FIELD, None)
-    groups = scheduler.config.kv_group_configs
-    chunk = math.lcm(*(group.tokens_per_chunk for group in groups))
+    windows = bool(scheduler._sliding_window_groups)
+    chunk, given_up = _chunk(scheduler)
     end = (local + cap) // chunk * chunk
 
     def look_up(margin: int = 0) -> Any:
         # Groups with a window look one token less far than the request is long.
-        length = end + margin + bool(scheduler._sliding_window_groups)
-        state.req = ShorterRequest(request, length, local + cap + 1)
+        state.req = ShorterRequest(request, end + margin + windows, local + cap + 1)
         return original(scheduler, state, *args, **kwargs)
 
-    # From 0.31.0 on the release would apply the request's cap again, one token too early.
-    if native is not None:
-        state.max_load_tokens = None
-    try:
-        if local + cap >= request.num_tokens:
-            return original(scheduler, state, *args, **kwargs)
-        if cap == 0:
-            state.partial_tail_boundary = None
-            found = 0
-        else:
-            # Draft layers give up their last chunk, for which 0.29.0 doesn't look further.
-            drafted = [group.tokens_per_chunk for group in groups if group.is_eagle_group]
-            found = _longest(look_up, end - local, max(drafted, default=0))
-    finally:
-        state.req = request
-        if native is not None:
-            state.max_load_tokens = native
-    if found is not None and found >= end - local:
+    if native is not None and not windows:
+        # From 0.31.0 on the release's own cap is right on these models.
+        found = original(scheduler, state, *args, **kwargs)
+    else:
+        try:
+            if native is not None:
+                # It would be applied to the shorter request again, one token too early.
+                state.max_load_tokens = None
+            if local + cap >= request.num_tokens:
+                return original(scheduler, state, *args, **kwargs)
+            if cap == 0:
+                state.partial_tail_boundary = None
+                found = 0
+            else:
+                found = _longest(look_up, end - local, given_up)
+        finally:
+            state.req = request
+            if native is not None:
+                state.max_load_tokens = native
+    if found is not None and end - local <= found and local + cap < request.num_tokens:
         count_suppressed(part_id, request, local, found)
     return found
+
+
+def _chunk(scheduler: Any) -> tuple[int, int]:
+    """Tokens per chunk of all groups, and how many tokens of a hit draft layers give up."""
+    known = _CHUNKS.get(scheduler)
+    if known is None:
+        groups = scheduler.config.kv_group_configs
+        chunk = math.lcm(*(group.tokens_per_chunk for group in groups))
+        # 0.29.0 doesn't look further for them where attention is full.
+        drafted = [group.tokens_per_chunk for group in groups if group.is_eagle_group]
+        known = _CHUNKS[scheduler] = chunk, max(drafted, default=0)
+    return known
 
 
 def _longest(look_up: Callable[..., Any], allowed: int, margin: int) -> Any:
