@@ -67,21 +67,7 @@ def lose_rows(worker: Any) -> None:
     manager._convert_to_gathered_slot_mappings = convert
 
 
-def shift_drafts(worker: Any) -> None:
-    """Break the drafts alone: each row's draft is made from the state of the row before it.
-
-    For releases that draft with several ranks: 0.30.0 and later.
-    """
-    manager = worker.model_runner.pcp_manager
-    original = manager.restore_draft_prefill
-
-    def restore(*states: Any) -> Any:
-        return tuple(state.roll(1, 0) for state in original(*states))
-
-    manager.restore_draft_prefill = restore
-
-
 def mend(worker: Any) -> None:
     """Take everything away again that this module put in; also `watch`."""
-    for name in ("partition_batch", "_convert_to_gathered_slot_mappings", "restore_draft_prefill"):
+    for name in ("partition_batch", "_convert_to_gathered_slot_mappings"):
         vars(worker.model_runner.pcp_manager).pop(name, None)
