@@ -54,8 +54,19 @@ def engine(folder: Path, model: str, **arguments: Any) -> Iterator[tuple[Any, Ch
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
             del llm
+            _drop_connector()
             gc.collect()
             cleanup_dist_env_and_memory()
+
+
+def _drop_connector() -> None:
+    """The worker's connector is a global, which an engine that didn't start leaves behind."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    try:
+        kv_transfer_state.ensure_kv_transfer_shutdown()
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
 
 
 def transfer_config(connector: str, **extra: Any) -> Any:
