@@ -132,3 +132,21 @@ def test_each_test_is_put_down_to_its_part(request: pytest.FixtureRequest) -> No
         if mark:
             assert noted._part_of[item.nodeid] == mark.args[0]
     assert request.node.nodeid not in noted._part_of
+
+
+def test_a_record_counts_with_the_parts_of_the_area_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = evidence.ROOT / "src/vllm_ext/core/releases/0.29.0.json"
+    known = json.loads(path.read_text())
+    others = [part for part in known["parts"] if part not in evidence.areas()[AREA]]
+    before = evidence._spoken_of(path, AREA)
+
+    def after(part: str) -> bytes:
+        changed = json.loads(path.read_text())
+        changed["parts"][part]["reason"] += " now"
+        copy = json.dumps(changed)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(path), "read_text", lambda self: copy)
+            return evidence._spoken_of(path, AREA)
+
+    assert all(after(part) == before for part in others)
+    assert all(after(part) != before for part in evidence.areas()[AREA])

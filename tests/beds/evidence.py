@@ -32,7 +32,7 @@ REPORTING = ("effects.py", "metrics.py", "report.py", "status.py")
 
 
 def sources(area: str) -> dict[str, str]:
-    """Hashes of the files the evidence of an area depends on: its features, the core, its tests."""
+    """Hashes of what the evidence of an area depends on: its features, the core, its tests."""
     patterns = (
         f"src/vllm_ext/features/{area}/**/*.py",
         "src/vllm_ext/core/**/*",
@@ -43,12 +43,26 @@ def sources(area: str) -> dict[str, str]:
     )
     files = {path for pattern in patterns for path in ROOT.glob(pattern)}
     return {
-        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        str(path.relative_to(ROOT)): hashlib.sha256(_spoken_of(path, area)).hexdigest()[:16]
         for path in sorted(files)
         if path.is_file()
         and path.suffix in (".py", ".json")
         and (area == "observability" or path.name not in REPORTING)
     }
+
+
+def _spoken_of(path: Path, area: str) -> bytes:
+    """What of a file the evidence of an area depends on: of a release's record, its own parts."""
+    if path.suffix != ".json":
+        return path.read_bytes()
+    known = json.loads(path.read_text())
+    own = [(f, part) for f in catalogue(package) if f.area == area for part in f.parts]
+    targets = {target for _, part in own for target in part.fingerprinted}
+    kept = {
+        "parts": {f.part_id(part): known["parts"].get(f.part_id(part)) for f, part in own},
+        "targets": {target: known["targets"].get(target) for target in sorted(targets)},
+    }
+    return json.dumps(kept, sort_keys=True).encode()
 
 
 class Evidence:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +34,12 @@ class Thing(Base):
     @classmethod
     def made(cls, a): return (cls.__name__, a)
     async def soon(self, a): return ("soon", a)
-    async def stream(self): yield 1
+    async def stream(self, closed):
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append("closed")
     @property
     def value(self): return 1
 class Factory:
@@ -69,6 +75,12 @@ def double(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 async def double_later(original: Any, *args: Any, **kwargs: Any) -> Any:
     return (await original(*args, **kwargs), "wrapped")
+
+
+async def double_each(original: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    async with contextlib.aclosing(original(*args, **kwargs)) as items:
+        async for item in items:
+            yield (item, "wrapped")
 
 
 def _ledger(*parts: tuple[Seam, ...]) -> Ledger:
@@ -122,6 +134,29 @@ def test_references_taken_by_name_are_rebound_and_restored(tiny: ModuleType) -> 
     assert differences(before, snapshot()) == []
 
 
+def test_an_asynchronous_generator_stays_one_and_is_closed_at_once(tiny: ModuleType) -> None:
+    before = snapshot()
+    ledger = _applied(Wrap("vllm.tiny:Thing.stream", double_each))
+    thing = tiny.Thing()
+    assert inspect.isasyncgenfunction(thing.stream)
+
+    async def read(most: int) -> tuple[list[Any], list[str]]:
+        found: list[Any] = []
+        closed: list[str] = []
+        async with contextlib.aclosing(thing.stream(closed)) as items:
+            async for item in items:
+                found.append(item)
+                if len(found) == most:
+                    break
+        return found, closed
+
+    assert asyncio.run(read(9)) == ([(1, "wrapped"), (2, "wrapped")], ["closed"])
+    assert asyncio.run(read(1)) == ([(1, "wrapped")], ["closed"])
+    ledger.undo("TINY.part0")
+    assert differences(before, snapshot()) == []
+    assert asyncio.run(read(9)) == ([1, 2], ["closed"])
+
+
 def test_two_parts_on_one_target_are_undone_in_any_order(tiny: ModuleType) -> None:
     user = importlib.import_module("vllm.user")
     for order in (("part0", "part1"), ("part1", "part0")):
@@ -157,7 +192,6 @@ def test_add_gives_a_class_what_it_lacks_and_takes_it_away(tiny: ModuleType) -> 
         (Wrap("vllm.tiny:gone", double), "is not defined there"),
         (Wrap("vllm.tiny:Gone.method", double), "vllm.tiny:Gone is not a class"),
         (Wrap("vllm.tiny:Thing.inherited", double), "is not defined there"),
-        (Wrap("vllm.tiny:Thing.stream", double), "is not a plain or coroutine function"),
         (Add("vllm.tiny:Thing.method", lambda owner: None), "exists already"),
         (Wrap("vllm.absent:add", double), "module vllm.absent is not loaded"),
     ],

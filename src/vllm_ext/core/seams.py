@@ -6,10 +6,11 @@ Dynamo like the function they stand for, and cost one call (docs/design.md has t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -103,7 +104,8 @@ class Wrap(Seam):
     """A wrapper round a function or method: ``behaviour(original, *args, **kwargs)``.
 
     For methods args[0] is self, for classmethods cls. Plain, static and class methods, plain and
-    coroutine functions are taken; anything else raises SeamError.
+    coroutine functions and asynchronous generators are taken; anything else raises SeamError. In
+    the place of an asynchronous generator ``behaviour`` is one, too.
     """
 
     behaviour: Callable[..., Any]
@@ -165,8 +167,8 @@ class Register(Seam):
 
 
 def _wrapper(behaviour: Callable[..., Any], original: Any) -> FunctionType:
-    if not isinstance(original, FunctionType) or inspect.isasyncgenfunction(original):
-        raise SeamError(f"{original!r} is not a plain or coroutine function")
+    if not isinstance(original, FunctionType):
+        raise SeamError(f"{original!r} is not a function")
     # The wrapper is of the original's kind: FastAPI and inspect look at that.
     if inspect.iscoroutinefunction(original):
 
@@ -175,6 +177,17 @@ def _wrapper(behaviour: Callable[..., Any], original: Any) -> FunctionType:
             return await behaviour(original, *args, **kwargs)
 
         return coroutine_wrapper  # type: ignore[return-value]
+
+    if inspect.isasyncgenfunction(original):
+
+        @functools.wraps(original)
+        async def generator_wrapper(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            # What is given up early is closed at once, as the original would be.
+            async with contextlib.aclosing(behaviour(original, *args, **kwargs)) as items:
+                async for item in items:
+                    yield item
+
+        return generator_wrapper  # type: ignore[return-value]
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
