@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.beds.registered import registered
+from tests.conftest import FEATURES
 from vllm_ext.connectors import CONNECTORS, HOST_SPEC
+from vllm_ext.core.feature import Verdict
 
 PAGE = 8
 BLOCKS = 9
@@ -147,6 +149,13 @@ def test_nothing_changes_on_another_platform(active: None, elsewhere: None) -> N
     assert "only supported on CUDA-alike" in _told(spec.get_worker, None)
     worker, caches = _simple_worker()
     assert "priority_range" in _told(worker.register_kv_caches, caches)
+
+
+def test_verify_finds_no_fault_on_another_platform(active: None, elsewhere: None) -> None:
+    shown = {part.name: part.behaviour() for part in FEATURES["HOST_OFFLOAD"].parts}
+    assert {judgement.verdict for judgement in shown.values()} == {Verdict.NATIVE}
+    for name in ("default_spec", "simple_worker"):
+        assert "does not run on the CPU" in shown[name].reason
 
 
 def test_the_worker_takes_what_this_release_passes(active: None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 from tests.beds.registered import registered
+from tests.conftest import FEATURES, recorded
 from vllm_ext.core.effects import PAGE
+from vllm_ext.core.feature import Verdict
 from vllm_ext.features.kv.offload_probe import Offload, counted_lookups
 
 CAPS = (0, 1, 15, 16, 17, 31, 32, 33, 48, 64, 1000)
@@ -454,3 +457,20 @@ def test_without_strict_the_servers_accept_what_vllm_accepts(installed_release: 
         for body in _bodies(max_load_tokens="8"):
             params = body.to_sampling_params(1, {})
             assert params.extra_args["kv_transfer_params"] == {"max_load_tokens": "8"}
+
+
+def test_its_checks_hold_whatever_the_operator_set(
+    installed_release: str, request: pytest.FixtureRequest
+) -> None:
+    """`vllm-ext verify` on a server that caps everything at a token and logs errors alone."""
+    environ = {DEFAULT: "1", STRICT: "1"}
+    log = logging.getLogger("vllm")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    request.addfinalizer(lambda: log.setLevel(before))
+    with _registered("with", **environ):
+        for part in FEATURES["MAX_LOAD_TOKENS"].parts:
+            if recorded(installed_release, f"MAX_LOAD_TOKENS.{part.name}") is Verdict.ACTIVE:
+                shown = part.behaviour()
+                assert shown.verdict is Verdict.NATIVE, f"{part.name}: {shown.reason}"
+        assert environ == {name: os.environ[name] for name in environ}

@@ -8,6 +8,7 @@ Nothing changes on another platform, which is asked when an engine is made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from vllm_ext.connectors import HOST_SPEC, HOST_SPEC_MODULE
@@ -125,6 +126,55 @@ def _probe_default_spec() -> Judgement:
     return Judgement(Verdict.NATIVE, "CPUOffloadingSpec makes a worker on the CPU")
 
 
+def _check_default_spec() -> Judgement:
+    """A worker of the spec that the factory gives, and a block that it stores and loads.
+
+    On another platform: the factory still gives vLLM's own.
+    """
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.v1.kv_offload import base
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    chosen = OffloadingSpecFactory.get_spec_cls({})
+    if not _on_cpu():
+        native = chosen is CPUOffloadingSpec
+        told = f"{_ELSEWHERE.reason}; --kv-offloading-size makes a {chosen.__name__} there"
+        return Judgement(Verdict.NATIVE if native else Verdict.ACTIVE, told)
+    spec = object.__new__(chosen)
+    spec._worker = None
+    # 0.29.0 calls chunks blocks.
+    spec.blocks_per_chunk, spec.num_blocks, spec.num_chunks = 1, 4, 4
+    cache = torch.arange(4 * 64, dtype=torch.int16).to(torch.int8).view(4, 64)
+    tensors = [base.CanonicalKVCacheTensor(cache, 64)]
+    caches = base.CanonicalKVCaches(tensors, [[base.CanonicalKVCacheRef(0, 64)]])
+    try:
+        worker = spec.get_worker(caches)
+    except Exception as error:
+        if "only supported on" not in str(error):
+            raise
+        return Judgement(Verdict.ACTIVE, f"--kv-offloading-size ends in: {error}")
+    block, chunk = base.GPULoadStoreSpec([2], [1], [0]), SimpleNamespace(block_ids=[3])
+    expected = cache.clone()
+    worker.submit_store(0, block, chunk)
+    worker.wait({0})
+    cache[2] = 0
+    worker.submit_load(1, chunk, block)
+    worker.wait({1})
+    worker.get_finished()  # raises what a copy raised
+    worker.shutdown()
+    if not torch.equal(cache, expected):
+        return Judgement(Verdict.ACTIVE, f"{chosen.__name__} loads other bytes than it stored")
+    return Judgement(Verdict.NATIVE, f"{chosen.__name__} stores and loads a block on the CPU")
+
+
+def _check_simple_worker() -> Judgement:
+    """The probe; on another platform nothing is to be shown."""
+    return _probe_simple_worker() if _on_cpu() else replace(_ELSEWHERE, verdict=Verdict.NATIVE)
+
+
 def _probe_simple_worker() -> Judgement:
     if not _on_cpu():
         return _ELSEWHERE
@@ -200,6 +250,7 @@ FEATURE = Feature(
             seams=(Wrap(f"{_FACTORY}.get_spec_cls", choose_host_spec),),
             relies_on=(f"{_SPEC}.get_worker", f"{_FACTORY}.create_spec"),
             probe=_probe_default_spec,
+            check=_check_default_spec,
         ),
         Part(
             name="simple_worker",
@@ -216,6 +267,7 @@ FEATURE = Feature(
                 f"{_SIMPLE}._poll_stream_events",
             ),
             probe=_probe_simple_worker,
+            check=_check_simple_worker,
         ),
     ),
 )

@@ -306,6 +306,7 @@ FEATURE = Feature(
                 f"{_SCHEDULER}.get_num_new_matched_tokens",
             ),
             probe=probes.default,
+            check=probes.check_default,
             option="DEFAULT",
         ),
         Part(
@@ -313,6 +314,7 @@ FEATURE = Feature(
             summary="Caps that are none are logged and counted.",
             seams=(Wrap(f"{_STATE}.__post_init__", note_invalid_cap),),
             probe=probes.invalid_values,
+            check=probes.check_invalid_values,
         ),
         Part(
             name="strict",

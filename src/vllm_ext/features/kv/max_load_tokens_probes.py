@@ -1,8 +1,11 @@
-"""What an unpatched release makes of max_load_tokens: real connectors, no model, no worker."""
+"""What a release makes of max_load_tokens, and the plugin: real connectors, no model, no worker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_ext.core.feature import Judgement, Verdict
@@ -61,22 +64,72 @@ def default() -> Judgement:
     )
 
 
+def check_default() -> Judgement:
+    """The same on a server whose cap is 32 while this looks, whatever the operator set."""
+    from vllm_ext.features.kv.max_load_tokens import FEATURE
+
+    with _environment(FEATURE.variable("DEFAULT"), str(CAP)):
+        found = _found(["full"])
+    told = f"a request without a cap loads {found} tokens from a server whose cap is {CAP}"
+    return Judgement(Verdict.NATIVE if found == CAP else Verdict.ACTIVE, told)
+
+
 def invalid_values() -> Judgement:
     """The text '8' as cap: is it told?"""
-    import logging
-
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
+    with _warnings(scheduler.logger) as told:
+        found = _found(["full"], max_load_tokens="8")
+    how = "with a warning that nothing counts" if told else "without a word"
+    return Judgement(Verdict.ACTIVE, f"the text '8' as cap is ignored {how}, {found} tokens load")
+
+
+def check_invalid_values() -> Judgement:
+    """The same: one warning, by the release or the plugin, and one count."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    from vllm_ext.core.effects import PAGE
+
+    name = "MAX_LOAD_TOKENS.invalid_values"
+    before = PAGE.read().get(name, 0)
+    with _warnings(scheduler.logger, logging.getLogger("vllm.v1.request")) as told:
+        _found(["full"], max_load_tokens="8")
+    counted = PAGE.read().get(name, 0) - before
+    return Judgement(
+        Verdict.NATIVE if len(told) == counted == 1 else Verdict.ACTIVE,
+        f"warnings about the text '8' as cap: {len(told)}, counted: {counted}",
+    )
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """One variable set to another value for the length of a ``with`` block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
+def _warnings(*loggers: logging.Logger) -> Iterator[list[logging.LogRecord]]:
+    """What is logged in the ``with`` block, also where the operator asked for errors alone."""
     told: list[logging.LogRecord] = []
     listener = logging.Handler()
     listener.addFilter(lambda record: told.append(record) or False)  # type: ignore[func-returns-value]
-    scheduler.logger.addHandler(listener)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(listener)
     try:
-        found = _found(["full"], max_load_tokens="8")
+        yield told
     finally:
-        scheduler.logger.removeHandler(listener)
-    how = "with a warning that nothing counts" if told else "without a word"
-    return Judgement(Verdict.ACTIVE, f"the text '8' as cap is ignored {how}, {found} tokens load")
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(listener)
+            logger.setLevel(level)
 
 
 def strict() -> Judgement:
