@@ -17,11 +17,6 @@ from tests.beds.registered import registered
 from tests.conftest import recorded
 from vllm_ext.core.effects import PAGE
 from vllm_ext.core.feature import Verdict
-from vllm_ext.features.scheduling.hybrid_load_failure_probes import (
-    make_request,
-    make_scheduler,
-    output_of,
-)
 from vllm_ext.features.serving import nan_logprobs
 from vllm_ext.features.serving import nan_logprobs_probes as probes
 
@@ -143,31 +138,11 @@ def _frames(ranks: list[int]) -> list[Any]:
 
     Decoded by position, as any frontend in another language must.
     """
-    import numpy as np
-    import torch
-    from vllm.v1.outputs import LogprobsLists, LogprobsTensors
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    scheduler = make_scheduler(("full",), 20, asynchronous=False)
-    names = [f"r{at}" for at in range(len(ranks))]
-    for at, name in enumerate(names):
-        request = make_request(name, range(100 * at + 1, 100 * at + 4), 4)
-        request.sampling_params.logprobs = 1
-        scheduler.add_request(request)
-    planned = scheduler.schedule()
-    output = output_of(scheduler, planned)
-    rows = len(ranks)
-    sampled = np.array(ranks, dtype=np.int64)
-    sampled.flags.writeable = False  # what comes from another process is
-    output.logprobs = LogprobsLists(
-        np.zeros((rows, 2), dtype=np.int64), np.full((rows, 2), nan, dtype=np.float32), sampled
-    )
-    of_prompts = torch.tensor([ranks[0], 3])
-    output.prompt_logprobs_dict = {
-        names[0]: LogprobsTensors(torch.zeros(2, 2).long(), torch.full((2, 2), nan), of_prompts)
-    }
-    (frame,) = scheduler.update_from_output(planned, output).values()
-    assert sampled.tolist() == ranks and of_prompts.tolist() == [ranks[0], 3]
+    frame, output = probes.ranked_step(ranks)
+    assert output.logprobs.sampled_token_ranks.tolist() == ranks
+    assert output.prompt_logprobs_dict["r0"].selected_token_ranks.tolist() == [ranks[0], 3]
     first, *buffers = MsgpackEncoder().encode(frame)
     message = msgspec.msgpack.decode(bytes(first))
     found = []

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from vllm_ext.core.feature import Feature, Option, Part, effect
 from vllm_ext.core.seams import Wrap
+from vllm_ext.features.serving import nan_containment_checks as checks
 from vllm_ext.features.serving import nan_containment_probes as probes
 from vllm_ext.features.serving import nan_quarantine as quarantine
 from vllm_ext.features.serving import nan_worker as worker
@@ -163,6 +164,7 @@ FEATURE = Feature(
             seams=(Wrap(f"{_RUNNER}:GPUModelRunner._update_states", worker.wipe_handed_on),),
             relies_on=(f"{_RUNNER}:GPUModelRunner.execute_model",),
             probe=probes.wipe,
+            check=checks.wipe,
         ),
         Part(
             name="notice_v2",
@@ -175,6 +177,7 @@ FEATURE = Feature(
             ),
             relies_on=(f"{_SECOND}.execute_model",),
             probe=probes.notice_v2,
+            check=checks.notice_v2,
         ),
         Part(
             name="wipe_v2",
@@ -182,6 +185,7 @@ FEATURE = Feature(
             seams=(Wrap(f"{_SECOND}.update_requests", worker.wipe_handed_on),),
             relies_on=(f"{_SECOND}.execute_model",),
             probe=probes.wipe_v2,
+            check=checks.wipe_v2,
         ),
         Part(
             name="error_policy",
@@ -189,6 +193,7 @@ FEATURE = Feature(
             seams=(Wrap(f"{_SCHEDULER}.update_from_output", end_with_error),),
             relies_on=(f"{_SCHEDULER}.finish_requests", f"{_SCHEDULER}._free_request"),
             probe=probes.error_policy,
+            check=checks.error_policy,
         ),
         Part(
             name="error_message",
@@ -196,6 +201,7 @@ FEATURE = Feature(
             seams=(Wrap(_COMPLETION, keep_sentence), Wrap(_RAISE, raise_sentence)),
             relies_on=(),
             probe=probes.error_message,
+            check=checks.error_message,
         ),
     ),
     options=(

@@ -243,6 +243,7 @@ FEATURE = Feature(
             summary="A vllm-rs that stops serving at the first rank 0 gets ranks from 1 on.",
             seams=(Wrap(_UPDATE, _ranks_from_one),),
             probe=probes.rust_ranks,
+            check=probes.rust_ranks_sent,
         ),
     ),
 )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from math import inf, isfinite, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from vllm_ext.core.feature import Judgement, Verdict
+from vllm_ext.features.serving.nan_containment_probes import (
+    make_request,
+    make_scheduler,
+    report_of,
+)
 
 TOKENS = [5, 6]
 # vllm-rs up to 0.30.0 holds this text, and stops serving where it says it.
@@ -188,3 +195,54 @@ def refuses_rank_0(binary: Path) -> bool:
     """Whether a ``vllm-rs`` gives up at the first rank 0; reads the file, runs nothing."""
     with binary.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
         return image.find(REFUSAL) >= 0
+
+
+def ranked_step(ranks: Sequence[int]) -> tuple[Any, Any]:
+    """A scheduler's step with logprobs of these ranks: what goes to the frontend, and the worker's.
+
+    One request per rank, ``r0`` and so on; ``r0`` also has prompt logprobs, of its rank and 3.
+    Returns EngineCoreOutputs and the ModelRunnerOutput that they are made of.
+    """
+    import numpy as np
+    import torch
+    from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+
+    scheduler = make_scheduler()
+    for at in range(len(ranks)):
+        request = make_request(f"r{at}", range(100 * at + 1, 100 * at + 4))
+        request.sampling_params.logprobs = 1
+        scheduler.add_request(request)
+    planned = scheduler.schedule()
+    output = report_of(scheduler, planned, {})
+    rows = len(ranks), 2
+    sampled = np.array(ranks, dtype=np.int64)
+    sampled.flags.writeable = False  # what comes from another process is
+    output.logprobs = LogprobsLists(
+        np.zeros(rows, dtype=np.int64), np.full(rows, nan, dtype=np.float32), sampled
+    )
+    of_prompt = torch.tensor([ranks[0], 3])
+    output.prompt_logprobs_dict = {
+        "r0": LogprobsTensors(torch.zeros(2, 2).long(), torch.full((2, 2), nan), of_prompt)
+    }
+    (frame,) = scheduler.update_from_output(planned, output).values()
+    return frame, output
+
+
+def rust_ranks_sent() -> Judgement:
+    """Check of the part: what goes to a ``vllm-rs`` that stops serving at the first rank 0."""
+    from vllm_ext.features.serving.nan_logprobs import rust_frontend_in_use
+
+    lacking = rust_ranks()
+    if lacking.verdict is not Verdict.ACTIVE:
+        return lacking
+    rust_frontend_in_use.cache_clear()
+    try:
+        with mock.patch.dict(os.environ, VLLM_USE_RUST_FRONTEND="1"):
+            (sent,) = ranked_step([0])[0].outputs
+    finally:
+        rust_frontend_in_use.cache_clear()
+    of_prompt = sent.new_prompt_logprobs_tensors.selected_token_ranks
+    ranks = [*sent.new_logprobs.sampled_token_ranks.tolist(), *of_prompt.tolist()]
+    if ranks == [1, 1, 3]:
+        return Judgement(Verdict.NATIVE, "vllm-rs gets ranks from 1 on")
+    return Judgement(Verdict.ACTIVE, f"{lacking.reason}, and gets the ranks {ranks}")
