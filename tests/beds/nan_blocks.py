@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_ext.features.serving.nan_containment_probes import (
+from vllm_ext.features.serving.nan_worker import BLOCKS_TO_WIPE
+from vllm_ext.features.serving.played_scheduler import (
     BLOCK,
     WINDOW,
     make_request,
     make_scheduler,
     report_of,
 )
-from vllm_ext.features.serving.nan_worker import BLOCKS_TO_WIPE
 
 NAN = 999
 

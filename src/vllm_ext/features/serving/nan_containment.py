@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
 from vllm_ext.core.feature import Feature, Option, Part, effect
@@ -17,8 +18,7 @@ _POOL = "vllm.v1.core.block_pool:BlockPool"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SECOND = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _SECOND_OUTPUT = "vllm.v1.worker.gpu.async_utils"
-_COMPLETION = "vllm.v1.engine.output_processor:RequestState._new_completion_output"
-_RAISE = "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error"
+_GENERATE = "vllm.v1.engine.async_llm:AsyncLLM.generate"
 
 
 def end_with_error(
@@ -75,32 +75,22 @@ def _answer(outputs: dict[int, Any], request: Any) -> None:
     outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(answer)
 
 
-class ToldError(str):
-    """The finish reason ``error`` with the sentence that says why."""
+async def raise_sentence(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
+    """A request that ended with an error and words is that error, as on 0.33.0 natively.
 
-    sentence: str
+    What is only marked as ended is dropped from a stream that has sent no token yet.
+    """
+    async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
+        async for output in outputs:
+            for choice in output.outputs:
+                if choice.finish_reason == "error" and isinstance(choice.stop_reason, str):
+                    from vllm.exceptions import GenerationError
 
-
-def keep_sentence(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """An output that ended with an error and a reason in words keeps the words."""
-    output = original(self, *args, **kwargs)
-    if output.finish_reason == "error" and isinstance(output.stop_reason, str):
-        told = ToldError(output.finish_reason)
-        told.sentence = output.stop_reason
-        output.finish_reason = told
-    return output
-
-
-def raise_sentence(
-    original: Callable[..., Any], self: Any, finish_reason: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """The client gets the words instead of "Internal server error"."""
-    if isinstance(finish_reason, ToldError):
-        from vllm.exceptions import GenerationError
-
-        effect("NAN_CONTAINMENT.error_message")
-        raise GenerationError(finish_reason.sentence)
-    return original(self, finish_reason, *args, **kwargs)
+                    effect("NAN_CONTAINMENT.error_message")
+                    raise GenerationError(choice.stop_reason)
+            yield output
 
 
 FEATURE = Feature(
@@ -198,8 +188,8 @@ FEATURE = Feature(
         Part(
             name="error_message",
             summary="The client reads that its logits are NaN, and its request id.",
-            seams=(Wrap(_COMPLETION, keep_sentence), Wrap(_RAISE, raise_sentence)),
-            relies_on=(),
+            seams=(Wrap(_GENERATE, raise_sentence),),
+            relies_on=("vllm.v1.engine.output_processor:RequestState._new_completion_output",),
             probe=probes.error_message,
             check=checks.error_message,
         ),

@@ -5,6 +5,7 @@ Each runs functions of vLLM that its part patches, and needs no other part to be
 
 from __future__ import annotations
 
+import asyncio
 import os
 from contextlib import suppress
 from types import SimpleNamespace
@@ -129,13 +130,14 @@ def error_policy() -> Judgement:
 def read_by_client(ended: Any) -> str:
     """What the client reads of a request that ends with this EngineCoreOutput.
 
-    Through the output processor to what the server raises; "" if it raises nothing.
+    Through output processor and engine client to what the server raises; "" if it raises nothing.
     """
     from vllm import SamplingParams
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.exceptions import GenerationError
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
     name, kind = ended.request_id, RequestOutputKind.FINAL_ONLY
@@ -143,12 +145,30 @@ def read_by_client(ended: Any) -> str:
     how = SamplingParams(output_kind=kind)
     asked = EngineCoreRequest(name, [1, 2], None, how, None, 0.0, None, None, None)
     asked.external_req_id = name
+
+    class Client(AsyncLLM):  # type: ignore[misc]  # Any
+        """Without an engine: the request is in the queue."""
+
+        log_requests = False
+
+        def __init__(self) -> None: ...
+
+        def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
+
+        async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+            return queue
+
+        async def abort(self, *args: Any, **kwargs: Any) -> None: ...
+
+    async def read() -> None:
+        serving = object.__new__(GenerateBaseServing)
+        async for output in Client().generate(asked, how, name):
+            serving._raise_if_error(output.outputs[0].finish_reason, name)
+
     processor.add_request(asked, None, queue=queue)
     processor.process_outputs([ended])
     try:
-        output = queue.get_nowait()
-        serving = object.__new__(GenerateBaseServing)
-        serving._raise_if_error(output.outputs[0].finish_reason, name)
+        asyncio.run(read())
     except GenerationError as error:
         return str(error)
     return ""

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from vllm_ext.core.feature import Judgement, Verdict
-from vllm_ext.features.serving.nan_containment_probes import (
+from vllm_ext.features.serving.played_scheduler import (
     make_request,
     make_scheduler,
     report_of,
