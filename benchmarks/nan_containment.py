@@ -1,4 +1,4 @@
-"""What NAN_CONTAINMENT costs while no request has NaN: tokens a second, with and without it.
+"""What the NaN features cost while no request has NaN: tokens a second, with and without them.
 
 One engine in one process; the wrappers are put on and taken off between rounds, so that a busy
 machine moves both sides. The model is tiny, so a step is short and what is added to it shows most.
@@ -26,7 +26,7 @@ from tests.beds.contagion import Engine, engine
 from tests.beds.layout import RELEASES
 from vllm_ext.core.release import record
 from vllm_ext.core.seams import Wrap, locate, module_of
-from vllm_ext.features.serving.nan_containment import FEATURE
+from vllm_ext.features.serving import nan_containment, nan_logprobs
 
 TARGET = 0.99
 REQUESTS, TOKENS = 8, 96
@@ -37,10 +37,12 @@ PROMPTS = {"prefill": (300, 1), "decode": (8, TOKENS)}
 def _wraps(release: str) -> list[Wrap]:
     known = record(release)
     assert known is not None
-    active = [part for part in FEATURE.parts if known.judgement(FEATURE, part).verdict == "active"]
+    features = (nan_containment.FEATURE, nan_logprobs.FEATURE)
     return [
         seam
-        for part in active
+        for feature in features
+        for part in feature.parts
+        if known.judgement(feature, part).verdict == "active"
         for seam in part.seams
         if isinstance(seam, Wrap) and module_of(seam.target) in sys.modules
     ]
@@ -104,7 +106,7 @@ def _measure(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder, engine(Path(folder), caching=False) as running:
         figures = pairs(running, _wraps(options.release), options.pairs, console)
     table = Table(
-        title=f"NAN_CONTAINMENT on vLLM {options.release}, {REQUESTS} requests, no NaN",
+        title=f"NAN_* on vLLM {options.release}, {REQUESTS} requests, no NaN",
         caption=f"tokens a second, median and interval over pairs; target: ratio >= {TARGET}",
     )
     table.add_column("work")

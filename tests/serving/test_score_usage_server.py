@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -49,7 +49,10 @@ class Served:
 def every_variable() -> dict[str, str]:
     """Every name the plugin knows, set: toggles to auto, options on."""
     values = {name: "1" for name in variables(FEATURES.values())}
-    values |= {feature.toggle: "auto" for feature in FEATURES.values()}
+    for feature in FEATURES.values():
+        values[feature.toggle] = "auto"
+        chosen = [option for option in feature.options if get_args(option.type)]
+        values |= {feature.variable(option): str(option.default) for option in chosen}
     return {**values, DISABLE: "0", STRICT: "0"}
 
 

@@ -20,6 +20,8 @@ logger = logging.getLogger("vllm.vllm_ext")
 _QUARANTINE = "_vllm_ext_quarantine"
 _STEP = "_vllm_ext_step"
 _DIRTY_FROM = "_vllm_ext_nan_from"
+# Groups whose tables have no entry for each so many tokens of the answer.
+_NOT_BY_TOKEN = ("CrossAttentionSpec", "CircularBufferSpec", "HiSparseHotSpec")
 
 
 class Quarantine:
@@ -28,9 +30,10 @@ class Quarantine:
     Steps are numbered as they are scheduled; their reports come in that order.
     """
 
-    def __init__(self, pool: Any, wipe_unreported: bool) -> None:
+    def __init__(self, pool: Any, wipe_unreported: bool, wipe_loading: bool) -> None:
         self._pool = pool
         self._wipe_unreported = wipe_unreported
+        self._wipe_loading = wipe_loading
         self._dirty: set[int] = set()
         self._handed_on: list[int] = []
         self._scheduled = self._reported = 0
@@ -39,24 +42,27 @@ class Quarantine:
         self._known = False
         self._told: deque[str] = deque(maxlen=64)
 
-    def step(self, planned: Any) -> None:
+    def step(self, scheduler: Any, planned: Any) -> None:
         """A step has been planned; it carries what is to be wiped."""
         self._scheduled += 1
         setattr(planned, _STEP, self._scheduled)
-        if self._handed_on:
-            setattr(planned.scheduled_cached_reqs, BLOCKS_TO_WIPE, self._handed_on)
-            self._handed_on = []
+        if not self._handed_on:
+            return
+        # Somebody else may be writing to blocks that wait for a load: a wipe would lose that.
+        loading = set() if self._wipe_loading else _loading(scheduler)
+        self._dirty |= loading.intersection(self._handed_on)
+        if wiped := [block for block in self._handed_on if block not in loading]:
+            setattr(planned.scheduled_cached_reqs, BLOCKS_TO_WIPE, wiped)
+        self._handed_on = []
 
-    def report(
-        self, scheduler: Any, planned: Any, found: dict[str, int], drafted: set[str]
-    ) -> None:
+    def report(self, scheduler: Any, planned: Any, found: dict[str, int], others: set[str]) -> None:
         """A step's report is in; ``found`` has its requests with NaN and their bad tokens.
 
-        ``drafted`` are those that have it in rejected drafts only.
+        ``others`` have it in rejected drafts or failed loads only: it isn't theirs.
         """
         number = getattr(planned, _STEP, self._scheduled)
         if found:
-            self._take_in(scheduler, planned, found, drafted, number)
+            self._take_in(scheduler, planned, found, others, number)
         self._reported = max(self._reported, number)
         while self._freed and self._freed[0][0] <= number:
             self._freed.popleft()
@@ -102,7 +108,7 @@ class Quarantine:
                 self._dirty.discard(block.block_id)
 
     def _take_in(
-        self, scheduler: Any, planned: Any, found: dict[str, int], drafted: set[str], number: int
+        self, scheduler: Any, planned: Any, found: dict[str, int], others: set[str], number: int
     ) -> None:
         dirty = {block for step, held in self._freed if step >= number for block in held}
         starts = first_tokens(planned)
@@ -114,7 +120,8 @@ class Quarantine:
             request = scheduler.requests.get(name)
             if request is not None:
                 dirty |= blocks_from(scheduler.kv_cache_manager, name, first)
-            if name not in drafted:
+                _evict_elsewhere(scheduler.kv_cache_manager, name, first)
+            if name not in others:
                 self._tell(request, name, first)
         pool_size = len(self._pool.blocks)
         dirty = {block for block in dirty if block < pool_size}
@@ -122,11 +129,13 @@ class Quarantine:
         self._dirty |= dirty
 
     def _tell(self, request: Any, name: str, first: int) -> None:
-        if name in self._told or getattr(request, _DIRTY_FROM, None) is not None:
+        if request is not None:
+            if getattr(request, _DIRTY_FROM, None) is not None:
+                return
+            setattr(request, _DIRTY_FROM, first)
+        elif name in self._told:
             return
         self._told.append(name)
-        if request is not None:
-            setattr(request, _DIRTY_FROM, first)
         logger.warning(
             "Request %s has NaN in its hidden states from token %d on. Its KV blocks from there on "
             "have left the prefix cache and are wiped before another request gets them.",
@@ -149,17 +158,44 @@ def first_tokens(planned: Any) -> dict[str, int]:
     return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
 
-def blocks_from(manager: Any, name: str, first: int) -> set[int]:
-    """Ids of a request's blocks, in every group, that hold token ``first`` or later ones."""
-    null = manager.block_pool.null_block.block_id
+def blocks_from(manager: Any, name: str, first: int, pool: Any = None) -> set[int]:
+    """Ids of a request's blocks that hold token ``first`` or later ones.
+
+    In every group that takes its blocks from ``pool`` (default: the manager's own).
+    """
+    pool = pool or manager.block_pool
+    null = pool.null_block.block_id
     found: set[int] = set()
     groups = manager.coordinator.single_type_managers
     for group, table in zip(groups, manager.get_block_ids(name), strict=True):
-        # What cross-attention reads is counted in tokens of the encoder.
-        crossing = type(group.kv_cache_spec).__name__ == "CrossAttentionSpec"
-        skipped = 0 if crossing else first // group.block_size
-        found.update(block for block in table[skipped:] if block != null)
+        if group.block_pool is pool:
+            skipped = first // group.block_size
+            if type(group.kv_cache_spec).__name__ in _NOT_BY_TOKEN or skipped >= len(table):
+                skipped = 0
+            found.update(block for block in table[skipped:] if block != null)
     return found
+
+
+def _evict_elsewhere(manager: Any, name: str, first: int) -> None:
+    """Have the prefix caches of groups with a pool of their own (HiSparse) forget the blocks."""
+    groups = manager.coordinator.single_type_managers
+    pools = {id(group.block_pool): group.block_pool for group in groups}
+    for pool in pools.values():
+        if pool is not manager.block_pool:
+            pool.evict_blocks(blocks_from(manager, name, first, pool))
+
+
+def _loading(scheduler: Any) -> set[int]:
+    """Blocks of requests that wait for KV from elsewhere."""
+    from vllm.v1.request import RequestStatus
+
+    waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+    return {
+        block
+        for name, request in scheduler.requests.items()
+        if request.status == waiting
+        for block in blocks_from(scheduler.kv_cache_manager, name, 0)
+    }
 
 
 def nan_reports(output: Any) -> dict[str, int]:
@@ -183,12 +219,28 @@ def rejected_drafts(planned: Any, output: Any, found: dict[str, int]) -> set[str
     return drafted
 
 
+def failed_loads(scheduler: Any, output: Any, found: dict[str, int]) -> set[str]:
+    """Requests that read blocks which failed to load: vLLM throws the step away or ends them."""
+    told = output.kv_connector_output
+    invalid = told.invalid_block_ids if told else None
+    if not invalid:
+        return set()
+    manager = scheduler.kv_cache_manager
+    return {
+        name
+        for name in found.keys() & scheduler.requests.keys()
+        if not invalid.isdisjoint(blocks_from(manager, name, 0))
+    }
+
+
 def take_in(scheduler: Any, planned: Any, output: Any) -> set[str]:
     """Put blocks with NaN into quarantine; returns the requests whose NaN it is."""
     found = nan_reports(output)
-    drafted = rejected_drafts(planned, output, found) if found else set()
-    quarantine_of(scheduler).report(scheduler, planned, found, drafted)
-    return found.keys() - drafted
+    others: set[str] = set()
+    if found:
+        others = rejected_drafts(planned, output, found) | failed_loads(scheduler, output, found)
+    quarantine_of(scheduler).report(scheduler, planned, found, others)
+    return found.keys() - others
 
 
 def quarantine_of(scheduler: Any) -> Quarantine:
@@ -196,10 +248,16 @@ def quarantine_of(scheduler: Any) -> Quarantine:
     pool = scheduler.kv_cache_manager.block_pool
     quarantine: Quarantine | None = getattr(pool, _QUARANTINE, None)
     if quarantine is None:
-        # With asynchronous scheduling nearly every freed block is unreported, and such kernels
-        # read nothing behind a request's last token.
+        from vllm.platforms import current_platform
+
+        # The kernels of devices read nothing behind a request's last token, so there blocks that
+        # may be dirty, or that somebody else fills, can wait for their report.
+        on_cpu = current_platform.is_cpu()
+        # With asynchronous scheduling nearly every freed block is unreported.
         asynchronous = scheduler.vllm_config.scheduler_config.async_scheduling
-        quarantine = Quarantine(pool, wipe_unreported=not asynchronous)
+        quarantine = Quarantine(
+            pool, wipe_unreported=on_cpu and not asynchronous, wipe_loading=on_cpu
+        )
         setattr(pool, _QUARANTINE, quarantine)
     return quarantine
 
@@ -208,7 +266,7 @@ def number_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     """Schedule a step; it takes along which blocks the worker has to wipe."""
     quarantine = quarantine_of(self)
     planned = original(self, *args, **kwargs)
-    quarantine.step(planned)
+    quarantine.step(self, planned)
     return planned
 
 

@@ -95,7 +95,7 @@ def look(hidden: Any, tokens: int, **where: Any) -> Watch | None:
     """
     import torch
 
-    if not isinstance(hidden, torch.Tensor) or not 0 < tokens <= hidden.shape[0]:
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or not 0 < tokens <= len(hidden):
         return None
     sums = hidden[:tokens].flatten(1).sum(-1, dtype=torch.float32)
     # Opposite infinities make NaN, so a finite sum of sums has no bad one in it.
@@ -178,6 +178,8 @@ def wipe(runner: Any, blocks: Sequence[int]) -> None:
         held = getattr(layer, "kv_cache", None)
         for cache in held if isinstance(held, (list, tuple)) else (held,):
             if not isinstance(cache, torch.Tensor) or not cache.numel() or cache.shape[0] % total:
+                continue
+            if cache.device.type != runner.device.type:  # HiSparse's pages on the host
                 continue
             rows = cache.shape[0] // total
             for block in blocks:
