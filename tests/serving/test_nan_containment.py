@@ -276,6 +276,89 @@ def test_nan_in_a_rejected_draft_is_not_the_requests(count: int, own: bool) -> N
     assert drafted == (set() if own else {"a"})
 
 
+@pytest.mark.behaviour(CONTAIN, wrong=r"marked: \[None, None\]")
+def test_a_name_that_is_used_again_is_another_request(patched: None) -> None:
+    line = Line(usable=40)
+    requests = []
+    for seed in range(2):
+        requests.append(line.add("bad", prompt(40, seed=seed, nan_at=37), 4))
+        line.run()
+    marked = [getattr(request, "_vllm_ext_nan_from", None) for request in requests]
+    assert marked == [37, 37], f"marked: {marked}"
+
+
+@pytest.mark.parametrize("hit", [True, False])
+def test_nan_of_a_failed_load_is_not_the_requests(installed_release: str, hit: bool) -> None:
+    """vLLM throws such a step away, and computes it anew or ends the request itself."""
+    line = Line(usable=12)
+    line.add("loaded", prompt(40))
+    line.step()
+    held = line.scheduler.kv_cache_manager.get_block_ids("loaded")[0]
+    invalid = {held[1]} if hit else {max(held) + 1}
+    output = SimpleNamespace(kv_connector_output=SimpleNamespace(invalid_block_ids=invalid))
+    failed = nan_quarantine.failed_loads(line.scheduler, output, {"loaded": 3, "gone": 1})
+    assert failed == ({"loaded"} if hit else set())
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_blocks_that_somebody_else_fills_are_wiped_later(
+    installed_release: str, elsewhere: bool
+) -> None:
+    """On a device, where another instance may write to them: when they change hands again."""
+    from vllm.v1.request import RequestStatus
+
+    line = Line(usable=12)
+    request = line.add("loading", prompt(40))
+    line.step()
+    held = line.scheduler.kv_cache_manager.get_block_ids("loading")[0]
+    dirty = [line.pool.blocks[held[1]]]
+    quarantine = nan_quarantine.Quarantine(line.pool, False, wipe_loading=not elsewhere)
+    quarantine._dirty = {held[1]}
+    wiped = []
+    for status in (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING):
+        request.status = status
+        planned = SimpleNamespace(scheduled_cached_reqs=SimpleNamespace())
+        quarantine.hand_on(dirty)
+        quarantine.step(line.scheduler, planned)
+        wiped.append(getattr(planned.scheduled_cached_reqs, nan_worker.BLOCKS_TO_WIPE, []))
+    assert wiped == ([[], [held[1]]] if elsewhere else [[held[1]], []])
+
+
+def test_blocks_of_groups_that_are_no_plain_tables() -> None:
+    """Rings have one block for all tokens; a group with a pool of its own has ids of its own."""
+
+    class CircularBufferSpec: ...
+
+    class FullAttentionSpec: ...
+
+    def pool() -> Any:
+        evicted: set[int] = set()
+        null = SimpleNamespace(block_id=0)
+        return SimpleNamespace(null_block=null, evicted=evicted, evict_blocks=evicted.update)
+
+    device, host = pool(), pool()
+    groups = [
+        SimpleNamespace(block_pool=device, block_size=16, kv_cache_spec=FullAttentionSpec()),
+        SimpleNamespace(block_pool=device, block_size=8, kv_cache_spec=CircularBufferSpec()),
+        SimpleNamespace(block_pool=host, block_size=16, kv_cache_spec=FullAttentionSpec()),
+    ]
+    manager = SimpleNamespace(
+        block_pool=device,
+        coordinator=SimpleNamespace(single_type_managers=groups),
+        get_block_ids=lambda name: ([1, 2, 3, 0], [9], [2, 5, 6]),
+    )
+    assert nan_quarantine.blocks_from(manager, "any", 20) == {2, 3, 9}
+    nan_quarantine._evict_elsewhere(manager, "any", 20)
+    assert host.evicted == {5, 6} and not device.evicted
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_hidden_states_without_rows_are_let_alone(shape: tuple[int, ...]) -> None:
+    import torch
+
+    assert nan_worker.look(torch.full(shape, torch.nan), 1, scheduled={"a": 1}) is None
+
+
 @pytest.mark.behaviour(CONTAIN, wrong=r"0 lines for 2 requests")
 def test_one_line_and_one_count_per_request(patched: None) -> None:
     counted = PAGE.read().get(CONTAIN, 0)
