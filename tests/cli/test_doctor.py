@@ -19,6 +19,7 @@ from tests.beds.copies import root_of, skeleton
 from tests.beds.foreign import make_plugin
 from tests.beds.layout import IN_VENV
 from tests.conftest import FEATURES, find_part
+from vllm_ext.checks.behaviour import every_option
 from vllm_ext.checks.recording import targets_of
 from vllm_ext.cli.doctor import _contradictions
 from vllm_ext.core.feature import Feature, Judgement, Part, Verdict, worst
@@ -29,12 +30,7 @@ from vllm_ext.core.seams import module_of, split
 from vllm_ext.settings import Settings, variables
 
 COMMAND = Path(sys.executable).with_name("vllm-ext")
-EVERY_OPTION = {
-    feature.variable(option): "1"
-    for feature in FEATURES.values()
-    for option in feature.options
-    if option.type is bool
-}
+EVERY_OPTION = every_option(list(FEATURES.values()))
 BUILD_RESPONSE = "vllm.entrypoints.pooling.scoring.serving:ServingScores._build_response"
 SIMPLE = (ast.Return, ast.Expr, ast.Assign, ast.AnnAssign, ast.Raise, ast.Assert)
 
@@ -197,7 +193,8 @@ def _change_one_line(file: Path, target: str) -> int:
     lines = file.read_text().splitlines(keepends=True)
     if isinstance(node, ast.ClassDef):
         line = node.lineno
-        lines[line - 1] = lines[line - 1].replace("(", "(Another, ", 1)
+        bases = ("(", "(Another, ") if "(" in lines[line - 1] else (":", "(Another):")
+        lines[line - 1] = lines[line - 1].replace(*bases, 1)
     else:
         last = max((n for n in ast.walk(node) if isinstance(n, SIMPLE)), key=lambda n: n.lineno)
         line = last.lineno
