@@ -42,7 +42,7 @@ def test_a_tiny_engine_starts_answers_and_its_processes_agree(
     # No process of it is left; one that was killed at the end leaves its last report.
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     running = {process["pid"] for process in processes}
-    assert [r.pid for r in reports() if r.pid in running or (r.live and r.here)] == []
+    assert [report.pid for report in reports() if report.pid in running and report.live] == []
 
 
 @pytest.mark.full
