@@ -123,7 +123,7 @@ def test_a_module_that_moved_in_a_whole_copy(tmp_path: Path) -> None:
     assert shown.returncode == 1
     assert "is vllm.entrypoints.moved:ServingScores._build_response now" in shown.stdout
     assert "SCORE_USAGE.prompt_tokens" in shown.stdout.splitlines()[-1]
-    assert "active parts would be lost" in shown.stdout.splitlines()[-1]
+    assert "would be lost" in shown.stdout.splitlines()[-1]
     states = {part["part"]: part["state"] for part in _ask(IN_VENV, copy, status=1)["parts"]}
     assert states["SCORE_USAGE.prompt_tokens"] == "moved"
     assert states["CACHE_KEYS.compile_key"] == "same"
@@ -248,6 +248,8 @@ def test_a_source_that_is_no_text_is_told(tmp_path: Path) -> None:
     (part,) = [part for part in answer["parts"] if part["part"] == "SCORE_USAGE.prompt_tokens"]
     assert part["state"] == "drifted"
     assert "this Python can't parse it" in part["changes"][0]["what"]
+    said = [line for line in _run(IN_VENV, tree).stdout.splitlines() if "can't parse it" in line]
+    assert len(said) == 1 and said[0].startswith(f"{SCORING}, line ")
 
 
 def record_files() -> list[str]:

@@ -277,3 +277,6 @@ def test_errors_leave_stdout_to_the_answer_and_name_the_folder(
     )
     assert done.returncode == (1 if stamp == "0.33.0" else 2)
     assert done.stdout == "" and str(tmp_path) in done.stderr
+    if stamp is not None:
+        inside = _run("--json", "--vllm", tmp_path / "vllm")
+        assert inside.returncode == done.returncode and inside.stdout == done.stderr

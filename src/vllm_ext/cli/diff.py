@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_ext import features as package
-from vllm_ext.checks.change import Change, Side, State, count
+from vllm_ext.checks.change import Side, State, count
 from vllm_ext.checks.difference import NATIVE, Difference, differences
 from vllm_ext.checks.probe import ProbeError, probe
 from vllm_ext.cli.ending import cannot_look
@@ -166,18 +166,18 @@ def _print(
         table.add_row(name, coloured(difference.old.verdict), verdict, state)
     console.print(table)
     for change, parts in _by_change(found).items():
-        console.print(Text(str(change)), soft_wrap=True)
+        console.print(Text(change), soft_wrap=True)
         console.print(Text(f"    {', '.join(parts)}", "dim"), soft_wrap=True)
     console.print(*_summary(old, new, found), sep="\n", soft_wrap=True)
 
 
-def _by_change(found: Sequence[Difference]) -> dict[Change, list[str]]:
-    """The parts that each change of a target is about."""
-    about: dict[Change, list[str]] = {}
+def _by_change(found: Sequence[Difference]) -> dict[str, list[str]]:
+    """The parts that each change is about; a file that can't be parsed is told once."""
+    about: dict[str, dict[str, None]] = {}
     for difference in found:
         for change in difference.changes:
-            about.setdefault(change, []).append(difference.part_id)
-    return about
+            about.setdefault(str(change), {})[difference.part_id] = None
+    return {told: list(parts) for told, parts in about.items()}
 
 
 def _summary(old: Side, new: Side, found: Sequence[Difference]) -> list[Text]:
