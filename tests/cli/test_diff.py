@@ -123,7 +123,7 @@ def test_a_module_that_moved_in_a_whole_copy(tmp_path: Path) -> None:
     assert shown.returncode == 1
     assert "is vllm.entrypoints.moved:ServingScores._build_response now" in shown.stdout
     assert "SCORE_USAGE.prompt_tokens" in shown.stdout.splitlines()[-1]
-    assert "active parts would be lost" in shown.stdout.splitlines()[-1]
+    assert "would be lost" in shown.stdout.splitlines()[-1]
     states = {part["part"]: part["state"] for part in _ask(IN_VENV, copy, status=1)["parts"]}
     assert states["SCORE_USAGE.prompt_tokens"] == "moved"
     assert states["CACHE_KEYS.compile_key"] == "same"
@@ -195,3 +195,62 @@ def test_what_is_no_vllm_is_refused(given: str, told: str, tmp_path: Path) -> No
 def test_probes_of_a_release_without_sources_are_refused() -> None:
     done = _run("0.29.0", "0.33.0", "--probe")
     assert done.returncode == 2 and "must be installed or unpacked" in done.stderr
+
+
+def _packed(tree: Path, wheel: Path) -> Path:
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in tree.rglob("*.py"):
+            archive.write(file, file.relative_to(tree))
+    return wheel
+
+
+def test_a_wheel_is_named_as_it_was_given(tmp_path: Path) -> None:
+    tree = skeleton(tmp_path / "tree", IN_VENV, IN_VENV)
+    wheel = _packed(tree, tmp_path / "vllm.whl")
+    assert _ask(IN_VENV, wheel)["new"]["path"] == str(wheel)
+    assert f"NEW  vLLM {IN_VENV} in {wheel}\n" in _run(IN_VENV, wheel).stdout
+    (tree / "vllm" / "_version.py").write_text("")
+    done = _run(IN_VENV, _packed(tree, tmp_path / "none.whl"))
+    assert done.returncode == 2 and f"vLLM in {tmp_path / 'none.whl'} tells no" in done.stderr
+
+
+def _damage(content: bytes, how: str) -> bytes:
+    header = content.index(b"PK\x01\x02")
+    if how == "cut":
+        return content[: len(content) // 2]
+    if how == "spoiled":
+        return content[:200] + b"\xff" * 300 + content[500:]
+    # The flag of an encrypted file, or a method that no one knows, in each place that tells it.
+    offset, value = (8, b"\x01") if how == "encrypted" else (10, b"\x63")
+    first = content[: offset - 2] + value + content[offset - 1 : header + offset]
+    return first + value + content[header + offset + 1 :]
+
+
+@pytest.mark.parametrize("how", ["cut", "spoiled", "encrypted", "unknown method"])
+def test_a_damaged_wheel_is_a_sentence(how: str, tmp_path: Path) -> None:
+    wheel = _packed(skeleton(tmp_path / "tree", IN_VENV, IN_VENV), tmp_path / "vllm.whl")
+    wheel.write_bytes(_damage(wheel.read_bytes(), how))
+    done = _run(IN_VENV, wheel)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"{wheel} can't be unpacked: ")
+    assert done.stderr.endswith("(download it again).\n") and done.stdout == ""
+
+
+def test_a_source_that_is_no_text_is_told(tmp_path: Path) -> None:
+    tree = skeleton(tmp_path / "tree", IN_VENV, IN_VENV)
+    with (tree / SCORING).open("ab") as file:
+        file.write(b"# \xff\n")
+    # The search for what is gone reads other files, too.
+    other = next(file for file in record_files() if file != SCORING)
+    (tree / other).unlink()
+    (tree / "vllm" / "latin.py").write_bytes(b"def _build_response(): pass  # \xff\n")
+    answer = _ask(IN_VENV, tree, status=1)
+    (part,) = [part for part in answer["parts"] if part["part"] == "SCORE_USAGE.prompt_tokens"]
+    assert part["state"] == "drifted"
+    assert "this Python can't parse it" in part["changes"][0]["what"]
+    said = [line for line in _run(IN_VENV, tree).stdout.splitlines() if "can't parse it" in line]
+    assert len(said) == 1 and said[0].startswith(f"{SCORING}, line ")
+
+
+def record_files() -> list[str]:
+    return sorted(_record(IN_VENV).files)

@@ -259,3 +259,24 @@ def test_writing_needs_the_proof(tmp_path: Path) -> None:
     done = _run("--to", tmp_path / "records")
     assert done.returncode == 2 and "--to needs --reference" in done.stdout
     assert not (tmp_path / "records").exists()
+
+
+@pytest.mark.parametrize("stamp", ["0.33.0", "nightly", "", None], ids=str)
+def test_errors_leave_stdout_to_the_answer_and_name_the_folder(
+    stamp: str | None, tmp_path: Path
+) -> None:
+    if stamp is not None:
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('broken')\n")
+        (tmp_path / "vllm" / "_version.py").write_text(f"version = '{stamp}'\n")
+    done = subprocess.run(
+        [COMMAND, "record", "--json", "--vllm", tmp_path],
+        env=environment(IN_VENV),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (1 if stamp == "0.33.0" else 2)
+    assert done.stdout == "" and str(tmp_path) in done.stderr
+    if stamp is not None:
+        inside = _run("--json", "--vllm", tmp_path / "vllm")
+        assert inside.returncode == done.returncode and inside.stdout == done.stderr

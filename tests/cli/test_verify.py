@@ -147,6 +147,7 @@ def test_where_nothing_can_be_looked_at_one_sentence_says_why(
     done = run(IN_VENV, "--no-engine", *arguments, env=env)
     assert done.returncode == 2 and told in done.stderr
     assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 or done.stderr.startswith("Usage: ")
 
 
 def _outcome(**how: Any) -> Outcome:

@@ -112,7 +112,8 @@ def test_diff_names_the_rules_it_applied() -> None:
 def test_diff_says_what_it_can_not_compare() -> None:
     done = CliRunner().invoke(main, ["wire", "diff", "0.29.0", "0.34.0"])
     assert done.exit_code == 2
-    assert "vLLM 0.34.0 has no stored wire table; there are 0.29.0" in done.output
+    assert done.output.startswith("0.34.0 is neither a folder with an unpacked vLLM, nor a wheel, ")
+    assert "nor a release with a stored wire table (0.29.0, 0.30.0," in done.output
 
 
 # A wire of one message M, sent by the engine, in many versions.

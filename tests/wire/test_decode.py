@@ -374,3 +374,35 @@ def test_frames_are_plain_base64() -> None:
         base64.b64encode(b"\x00").decode(),
         "YWI=",
     ]
+
+
+@pytest.mark.parametrize("bad", ["cut", '["!"]'], ids=["damaged message", "damaged line"])
+def test_what_stands_before_the_damage_is_shown(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "capture.jsonl"
+    path.write_text(f"{as_line([PACKED])}\n{as_line([PACKED[:-3]]) if bad == 'cut' else bad}\n")
+    done = run(path, "--release", KNOWN)
+    assert done.exit_code == 1
+    assert done.stdout.startswith("1: EngineCoreOutputs, engine to frontend")
+    assert done.stderr.startswith("line 2") and len(done.stderr.splitlines()) == 1
+    done = run(path, "--release", KNOWN, "--json")
+    good, error = json.loads(done.stdout)
+    assert done.exit_code == 1 and good["message"] == "EngineCoreOutputs"
+    assert error == {"error": done.stderr.strip().rstrip(".")}
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["table", "json"])
+@pytest.mark.parametrize("depth", [150, 250, 330, 500, 900])
+def test_deep_values_are_decoded_or_a_sentence(
+    depth: int, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    packed = msgspec.msgpack.encode([0, 1, "method"])[:-1].replace(b"\x93", b"\x94", 1) + b"d"
+    deep = packed + b"\x91" * depth + b"\x90"
+    done = run(capture(tmp_path, [b"\x03", deep]), "--release", KNOWN, *arguments)
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    if done.exit_code:
+        assert done.exit_code == 1 and "line 1: " in done.output and "nested" in done.output
+
+
+def test_another_releases_message_is_told_what_to_do(tmp_path: Path) -> None:
+    done = run(capture(tmp_path, [msgspec.msgpack.encode([0, [["r"]]])]), "--release", KNOWN)
+    assert done.output.endswith("message? name that one with --release.\n")

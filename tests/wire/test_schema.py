@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -222,3 +223,69 @@ def test_nothing_of_vllm_is_imported() -> None:
     program = program.replace("main([", "try: main([") + after
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"[" * 100_000,
+        b"[]",
+        b'{"release": "0.33.0"}',
+        b"\xff\xfe",
+        b"2",
+        ("form", '"array"', '"shape"'),
+        ("type", '"type": "int"', '"type": 5'),
+        ("type text", '"type": "int"', '"type": "list["'),
+        ("literal", '"type": "int"', '"type": "Literal[what]"'),
+        ("member", "\"b'\\\\x00'\"", '"nothing that is known"'),
+        ("unhashable member", "\"b'\\\\x00'\"", '"[]"'),
+        ("members", '"ADD": ', '"ADD": 1, "X": '),
+        ("code", '"CUSTOM_TYPE_RAW_VIEW": 3', '"CUSTOM_TYPE_RAW_VIEW": "3"'),
+        ("release", '"release": "0.33.0"', '"release": [1]'),
+        ("flag", '"strict": false', '"strict": "no"'),
+        ("root", '"message": "EngineCoreOutputs"', '"message": "Gone"'),
+        ("request types", '"EngineCoreRequestType"', '"Gone"'),
+    ],
+    ids=str,
+)
+def test_a_damaged_schema_file_is_a_sentence(
+    damage: bytes | tuple[str, str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "schema.json"
+    text = (SCHEMAS / "0.33.0.json").read_text()
+    if isinstance(damage, tuple):
+        _, old, new = damage
+        assert old in text
+        path.write_text(text.replace(old, new))
+    else:
+        path.write_bytes(damage)
+    done = wire("diff", "0.33.0", path)
+    assert done.exit_code == 2, done.output
+    assert f"{path} holds no wire schema" in done.output
+    assert len(done.output.splitlines()) == 1 and isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize("named", ["", "../schemas/0.33.0", "/etc/passwd", "0.33"])
+def test_only_releases_name_a_stored_table(named: str, tmp_path: Path) -> None:
+    capture = tmp_path / "wire.jsonl"
+    capture.write_text('["AA=="]\n')
+    for command in (["schema"], ["decode", capture]):
+        done = wire(*command, "--release", named)
+        assert done.exit_code == 2, done.output
+        assert "has no stored wire table" in done.output
+
+
+def test_a_wheel_is_compared_as_it_is(copy: Path, tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm-0.29.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in (copy / "vllm").rglob("*.py"):
+            archive.write(file, file.relative_to(copy))
+    done = wire("diff", "0.29.0", wheel)
+    assert done.exit_code == 0 and "No difference." in done.output
+    wheel.write_bytes(wheel.read_bytes()[:5000])
+    done = wire("diff", "0.29.0", wheel)
+    assert done.exit_code == 2 and f"{wheel} can't be unpacked: " in done.output
+
+
+def test_the_package_itself_names_its_folder(copy: Path) -> None:
+    assert wire("check", "--vllm", copy / "vllm").exit_code == 0

@@ -88,8 +88,12 @@ def run(names: Sequence[str]) -> dict[str, Any]:
     from vllm.plugins import load_general_plugins
 
     from vllm_ext import plugin
+    from vllm_ext.core.process import StartRefused
 
-    load_general_plugins()
+    try:
+        load_general_plugins()
+    except StartRefused as error:
+        raise SystemExit(str(error)) from None
     process = plugin.running()
     if process is None:
         raise SystemExit("vLLM did not load vllm-ext here; vllm-ext doctor tells why")

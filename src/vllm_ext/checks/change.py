@@ -74,12 +74,12 @@ class Side:
         return found or f"{module.replace('.', '/')}.py"
 
     def source(self, target: str) -> str | None:
-        """Text of the file of a target's module, None if there is none."""
+        """Text of the file of a target's module, None if there is none; ValueError if no UTF-8."""
         path = self.root / self.file(target) if self.root else None
         return path.read_text(encoding="utf-8") if path and path.is_file() else None
 
     def fingerprint(self, target: str) -> Fingerprint | None:
-        """Fingerprint of a target; raises SyntaxError if this Python can't parse its file."""
+        """Fingerprint of a target; SyntaxError or ValueError if its file can't be parsed."""
         if self.root is None:
             return self.record.targets.get(target) if self.record else None
         source = self.source(target)
@@ -88,10 +88,10 @@ class Side:
 
 def compare(old: Side, new: Side, target: str) -> Change:
     """What became of a target of ``old`` in ``new``."""
-    text = old.source(target)
-    if text is not None and text == new.source(target):
-        return Change(target, State.SAME, new.file(target), 0, "same file")
     try:
+        text = old.source(target)
+        if text is not None and text == new.source(target):
+            return Change(target, State.SAME, new.file(target), 0, "same file")
         before, after = old.fingerprint(target), new.fingerprint(target)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
@@ -135,8 +135,8 @@ def _elsewhere(
     own = source_file(root, module_of(target))
     other: list[tuple[str, int, str, bool]] = []
     for file in [*([own] if own else []), *_naming(root, path, own)]:
-        source = (root / file).read_text(encoding="utf-8")
         try:
+            source = (root / file).read_text(encoding="utf-8")
             names = list(definitions(source))
         except (SyntaxError, ValueError):
             continue

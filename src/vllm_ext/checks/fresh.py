@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _SAID = 2000
+_TRACEBACK = "Traceback (most recent call last)"
 
 
 class FreshError(RuntimeError):
@@ -41,6 +42,9 @@ def answer_of(
         )
         if done.returncode or not answer.is_file():
             said = (done.stderr or done.stdout)[-_SAID:]
+            if done.returncode == 1 and done.stderr.strip() and _TRACEBACK not in done.stderr:
+                # It ended of its own accord, with a sentence; what stands before are warnings.
+                raise FreshError(done.stderr.strip().splitlines()[-1])
             raise FreshError(f"python -m {module} failed (status {done.returncode}): {said}")
         return json.loads(answer.read_text())
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_ext import features as package
-from vllm_ext.checks.change import Change, Side, State
+from vllm_ext.checks.change import Side, State, count
 from vllm_ext.checks.difference import NATIVE, Difference, differences
 from vllm_ext.checks.probe import ProbeError, probe
 from vllm_ext.cli.ending import cannot_look
 from vllm_ext.cli.style import coloured
+from vllm_ext.cli.wheel import holder, is_wheel, unpacked
 from vllm_ext.core.plan import catalogue
 from vllm_ext.core.release import installation, record, recorded_releases
 
@@ -55,26 +55,28 @@ def diff(old: str, new: str, as_json: bool, with_probes: bool) -> None:
             except ProbeError as error:
                 cannot_look(str(error))
             found = differences(catalogue(package), before, after, shown)
+    places = {
+        name: _place(given, side)
+        for name, given, side in zip(("old", "new"), (old, new), (before, after), strict=True)
+    }
     if as_json:
-        click.echo(json.dumps(_as_data(before, after, found), indent=2))
+        click.echo(json.dumps(_as_data(before, after, found, places), indent=2))
     else:
-        _print(before, after, found)
+        _print(before, after, found, places)
     raise SystemExit(1 if any(difference.lost for difference in found) else 0)
 
 
 def _side(given: str, scratch: Path) -> Side:
     """The vLLM that an argument names; ends with status 2 if it names none."""
     path = Path(given)
-    if path.is_file() and zipfile.is_zipfile(path):
-        path = _unpacked(path, scratch)
-    elif path.is_dir() and path.name == "vllm" and (path / "__init__.py").is_file():
-        path = path.parent
-    elif not path.is_dir():
-        return _release(given)
     try:
-        found = installation(path)
+        if is_wheel(path):
+            path = unpacked(path, scratch)
+        elif not path.is_dir():
+            return _release(given)
+        found = installation(holder(path))
     except ValueError as error:
-        cannot_look(f"{error}.")
+        cannot_look(f"{str(error).replace(str(scratch), given)}.")
     if found is None:
         cannot_look(f"There is no vLLM in {given}: no file vllm/__init__.py.")
     return Side.on_disk(found, record(found.release))
@@ -95,32 +97,33 @@ def _release(given: str) -> Side:
     return Side(known.release, None, known)
 
 
-def _unpacked(wheel: Path, folder: Path) -> Path:
-    """The Python files and the metadata of a wheel, in a folder."""
-    with zipfile.ZipFile(wheel) as archive:
-        names = [n for n in archive.namelist() if n.endswith((".py", ".dist-info/METADATA"))]
-        archive.extractall(folder, names)
-    return folder
-
-
 @contextlib.contextmanager
 def _looking(text: str) -> Iterator[None]:
     with Console(stderr=True).status(text):
         yield
 
 
-def _described(side: Side) -> dict[str, Any]:
+def _place(given: str, side: Side) -> str | None:
+    """Where a vLLM is that was read from disk: the wheel, if it came out of one."""
+    if side.root is None:
+        return None
+    return given if is_wheel(Path(given)) else str(side.root / "vllm")
+
+
+def _described(side: Side, place: str | None) -> dict[str, Any]:
     return {
         "version": side.version,
-        "path": str(side.root / "vllm") if side.root else None,
+        "path": place,
         "recorded": side.record is not None,
     }
 
 
-def _as_data(old: Side, new: Side, found: Sequence[Difference]) -> dict[str, Any]:
+def _as_data(
+    old: Side, new: Side, found: Sequence[Difference], places: Mapping[str, str | None]
+) -> dict[str, Any]:
     return {
-        "old": _described(old),
-        "new": _described(new),
+        "old": _described(old, places["old"]),
+        "new": _described(new, places["new"]),
         "parts": [
             {
                 "part": difference.part_id,
@@ -140,11 +143,14 @@ def _as_data(old: Side, new: Side, found: Sequence[Difference]) -> dict[str, Any
     }
 
 
-def _print(old: Side, new: Side, found: Sequence[Difference]) -> None:
+def _print(
+    old: Side, new: Side, found: Sequence[Difference], places: Mapping[str, str | None]
+) -> None:
     console = Console()
-    for which, side in (("OLD", old), ("NEW", new)):
-        where = f"in {side.root / 'vllm'}" if side.root else "as it was recorded (no sources)"
-        console.print(Text(f"{which}  vLLM {side.version} {where}"), soft_wrap=True)
+    for which, side in (("old", old), ("new", new)):
+        place = places[which]
+        where = f"in {place}" if place else "as it was recorded (no sources)"
+        console.print(Text(f"{which.upper()}  vLLM {side.version} {where}"), soft_wrap=True)
     table = Table()
     table.add_column("Part", overflow="fold")
     for heading in (old.version, new.version, "Sources"):
@@ -160,18 +166,18 @@ def _print(old: Side, new: Side, found: Sequence[Difference]) -> None:
         table.add_row(name, coloured(difference.old.verdict), verdict, state)
     console.print(table)
     for change, parts in _by_change(found).items():
-        console.print(Text(str(change)), soft_wrap=True)
+        console.print(Text(change), soft_wrap=True)
         console.print(Text(f"    {', '.join(parts)}", "dim"), soft_wrap=True)
     console.print(*_summary(old, new, found), sep="\n", soft_wrap=True)
 
 
-def _by_change(found: Sequence[Difference]) -> dict[Change, list[str]]:
-    """The parts that each change of a target is about."""
-    about: dict[Change, list[str]] = {}
+def _by_change(found: Sequence[Difference]) -> dict[str, list[str]]:
+    """The parts that each change is about; a file that can't be parsed is told once."""
+    about: dict[str, dict[str, None]] = {}
     for difference in found:
         for change in difference.changes:
-            about.setdefault(change, []).append(difference.part_id)
-    return about
+            about.setdefault(str(change), {})[difference.part_id] = None
+    return {told: list(parts) for told, parts in about.items()}
 
 
 def _summary(old: Side, new: Side, found: Sequence[Difference]) -> list[Text]:
@@ -190,4 +196,4 @@ def _summary(old: Side, new: Side, found: Sequence[Difference]) -> list[Text]:
             )
         )
     names = ", ".join(difference.part_id for difference in lost)
-    return [*told, Text(f"{len(lost)} active parts would be lost: {names}.", "bold red")]
+    return [*told, Text(f"{count(len(lost), 'active part')} would be lost: {names}.", "bold red")]

@@ -18,7 +18,9 @@ from vllm_ext import features as package
 from vllm_ext.checks.probe import ProbeError, probe
 from vllm_ext.checks.recording import RecordingError, changes, make_record
 from vllm_ext.checks.work import Item, nearest, work
+from vllm_ext.cli.ending import cannot_look
 from vllm_ext.cli.style import coloured
+from vllm_ext.cli.wheel import holder
 from vllm_ext.core.feature import Judgement
 from vllm_ext.core.plan import catalogue
 from vllm_ext.core.release import Installation, installation
@@ -60,7 +62,7 @@ def record(
     installed = _find(folder)
     try:
         with Console(stderr=True).status(f"probing vLLM {installed.version}"):
-            shown = probe(folder)
+            shown = probe(installed.root if folder else None)
     except ProbeError as error:
         _refuse(installed, error)
     if records and reference:
@@ -70,26 +72,24 @@ def record(
 
 
 def _find(folder: Path | None) -> Installation:
+    installed = None
     try:
-        installed = installation(folder)
+        installed = installation(holder(folder) if folder else None)
         if installed is not None:
             nearest(installed.version)
             return installed
     except InvalidVersion as error:
-        _cannot_look(f"{error}, so it can't be told which release it is close to.")
+        where = f"vLLM in {installed.root}" if installed else "vLLM"
+        cannot_look(f"{where}: {error}, so it can't be told which release it is close to.")
     except ValueError as error:
-        _cannot_look(f"{error}.")
-    _cannot_look("There is no vLLM to record; name an unpacked wheel with --vllm DIR.")
-
-
-def _cannot_look(sentence: str) -> NoReturn:
-    Console().print(sentence, style="red", markup=False, soft_wrap=True)
-    raise SystemExit(2)
+        cannot_look(f"{error}.")
+    where = f"no vLLM in {folder} to record" if folder else "no vLLM to record"
+    cannot_look(f"There is {where}; name the folder of an unpacked wheel with --vllm DIR.")
 
 
 def _refuse(installed: Installation, error: Exception) -> NoReturn:
-    told = Text(f"vLLM {installed.version} can't be recorded: {error}", style="red")
-    Console().print(told, soft_wrap=True)
+    told = f"vLLM {installed.version} in {installed.root} can't be recorded: {error}"
+    Console(stderr=True).print(Text(told, style="red"), soft_wrap=True)
     raise SystemExit(1)
 
 

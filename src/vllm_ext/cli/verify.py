@@ -20,6 +20,7 @@ from vllm_ext import features as package
 from vllm_ext.checks.change import count
 from vllm_ext.cli.ending import cannot_look
 from vllm_ext.cli.listing import find_feature
+from vllm_ext.cli.wheel import holder
 from vllm_ext.core.feature import Feature, Verdict
 from vllm_ext.core.plan import catalogue
 from vllm_ext.core.release import installation
@@ -84,7 +85,7 @@ def verify(name: str | None, no_engine: bool, as_json: bool, folder: Path | None
     isn't, 2 it can't be looked at.
     """
     features = [find_feature(name)] if name else catalogue(package)
-    outcome = _look(features, folder, no_engine)
+    outcome = _look(features, holder(folder) if folder else None, no_engine)
     if as_json:
         click.echo(json.dumps(_as_data(outcome), indent=2))
     else:

@@ -6,6 +6,7 @@ Exit status: 0 fine, 1 differs, breaks or is damaged, 2 cannot look.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ext.cli.wheel import holder, is_wheel, unpacked
 from vllm_ext.core.release import Installation, installation
 from vllm_ext.wire.capture import CaptureError, read_capture
 from vllm_ext.wire.compare import EXPLAINED, Comparison, compare
@@ -59,7 +61,7 @@ def wire() -> None:
 
 def _installed(folder: Path | None) -> Installation:
     try:
-        found = installation(folder)
+        found = installation(holder(folder) if folder else None)
     except ValueError as error:
         raise CannotLookError(str(error)) from error
     if found is None:
@@ -70,11 +72,14 @@ def _installed(folder: Path | None) -> Installation:
     return found
 
 
-def _known(release: str) -> Schema:
+def _known(release: str, folder: Path | None = None) -> Schema:
     found = stored(release)
     if found is None:
+        newest = stored_releases()[-1]
+        instead = f"vllm-ext wire diff {newest} {folder or 'DIR'}"
         raise CannotLookError(
-            f"vLLM {release} has no stored wire table; there are {', '.join(stored_releases())}"
+            f"vLLM {release or repr(release)} has no stored wire table; there are "
+            f"{', '.join(stored_releases())}; compare a vLLM on disk with one: `{instead}`"
         )
     return found
 
@@ -86,9 +91,9 @@ def _known(release: str) -> Schema:
 @_told
 def schema(folder: Path | None, release: str | None, as_json: bool) -> None:
     """Print the layout of every message, from the source files of a vLLM."""
-    if folder and release:
+    if folder and release is not None:
         raise click.UsageError("--vllm and --release can't be given together")
-    found = _known(release) if release else derive(_installed(folder))
+    found = _known(release) if release is not None else derive(_installed(folder))
     if as_json:
         click.echo(found.as_text(), nl=False)
         return
@@ -113,16 +118,29 @@ def schema(folder: Path | None, release: str | None, as_json: bool) -> None:
     console.print(Text.assemble(("extension types", "bold"), f": {codes}"))
 
 
-def _side(name: str) -> Schema:
-    """A release, a folder with a vLLM in it, or a file with a schema."""
+def _side(name: str, scratch: Path) -> Schema:
+    """A release, a folder with a vLLM in it, a wheel, or a file with a schema."""
     path = Path(name)
     if path.is_dir():
         return derive(_installed(path))
+    if is_wheel(path):
+        try:
+            found = installation(unpacked(path, scratch))
+        except ValueError as error:
+            raise CannotLookError(str(error).replace(str(scratch), name)) from error
+        if found is None:
+            raise CannotLookError(f"there is no vLLM in {name}: no file vllm/__init__.py")
+        return derive(found)
     if path.is_file():
         try:
             return parse(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise CannotLookError(f"{path} holds no wire schema: {error}") from error
+    if name not in stored_releases():
+        raise CannotLookError(
+            f"{name} is neither a folder with an unpacked vLLM, nor a wheel, nor a file with a "
+            f"schema, nor a release with a stored wire table ({', '.join(stored_releases())})"
+        )
     return _known(name)
 
 
@@ -134,10 +152,12 @@ def _side(name: str) -> Schema:
 def diff(old: str, new: str, as_json: bool) -> None:
     """Show what changed from A to B, and whether they can talk to each other.
 
-    A and B are releases, folders of unpacked wheels, or files written by `schema --json`.
+    A and B are releases, folders of unpacked wheels, wheels, or files written by `schema --json`.
     Exit status 1: they can't, in at least one pairing.
     """
-    found = compare(_side(old), _side(new))
+    with tempfile.TemporaryDirectory(prefix="vllm-ext-wire-") as folder:
+        scratch = Path(folder)
+        found = compare(_side(old, scratch / "old"), _side(new, scratch / "new"))
     if as_json:
         click.echo(json.dumps(_as_data(found), indent=1))
     else:
@@ -184,9 +204,12 @@ def _print(console: Console, found: Comparison) -> None:
 @_JSON
 @_told
 def check(folder: Path | None, as_json: bool) -> None:
-    """Prove that a vLLM has the wire that is stored for its release."""
+    """Tell whether a vLLM's messages are those stored for its release.
+
+    It compares fields, enums and extension codes; not the array packing or the plain payloads.
+    """
     installed = _installed(folder)
-    known = _known(installed.release)
+    known = _known(installed.release, folder)
     found = compare(known, derive(installed))
     if as_json:
         rows = [asdict(change) for change in found.changes]
@@ -220,21 +243,36 @@ def decode(file: Path, release: str | None, as_json: bool) -> None:
             f"decoding needs {error.name}, which vLLM brings along; without vLLM, "
             "pip install 'vllm-ext[wire]'"
         ) from error
-    known = _known(release) if release else _default()
-    messages = []
-    for number, frames in read_capture(file):
-        try:
-            messages.append(decoder.decode(frames, known))
-        except CaptureError as error:
-            raise CaptureError(f"line {number}: {error}") from error
-    if not messages:
-        raise CaptureError(f"{file} holds no message")
-    if as_json:
-        click.echo(json.dumps([decoder.as_data(message) for message in messages], indent=1))
-        return
+    known = _known(release) if release is not None else _default()
     console = Console()
-    for number, message in enumerate(messages, 1):
-        print_message(console, number, message)
+    rows: list[Any] = []
+    empty, damage = True, None
+    try:
+        for count, (number, frames) in enumerate(read_capture(file), 1):
+            try:
+                message = decoder.decode(frames, known)
+                with console.capture() as shown:
+                    if as_json:
+                        row = decoder.as_data(message)
+                        json.dumps(row, indent=1)
+                        rows.append(row)
+                    else:
+                        print_message(console, count, message)
+            except RecursionError as error:
+                raise CaptureError(f"line {number}: its values are nested too deeply") from error
+            except CaptureError as error:
+                raise CaptureError(f"line {number}: {error}") from error
+            click.echo(shown.get(), nl=False)
+            empty = False
+        if empty:
+            raise CaptureError(f"{file} holds no message")
+    except CaptureError as error:
+        damage = error
+        rows.append({"error": str(error)})
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    if damage:
+        raise damage
 
 
 def _default() -> Schema:

@@ -243,7 +243,7 @@ class _Reading:
             elif entry.default is None:
                 raise CaptureError(
                     f"{path} lacks {entry.name}, which vLLM {self.schema.release} always sends; is "
-                    "it another release's message (--release)?"
+                    "it another release's message? name that one with --release"
                 )
         surplus = {
             str(key) if by_name else f"position {key}": self.plain(entry)
@@ -301,7 +301,7 @@ class _Reading:
         found = {list: "an array", dict: "a map", type(None): "nil"}.get(type(raw), repr(raw)[:40])
         return CaptureError(
             f"{path} is {declared} in vLLM {self.schema.release}, the message has {found}; is it "
-            "another release's (--release)?"
+            "another release's? name that one with --release"
         )
 
 

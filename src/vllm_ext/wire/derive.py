@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from types import UnionType
 
 from vllm_ext.core.release import Installation
 from vllm_ext.wire.schema import (
@@ -161,24 +163,27 @@ class _Derivation:
         ours = [base for base in bases if isinstance(base.node, ast.ClassDef)]
         for base in ours:
             assert isinstance(base.node, ast.ClassDef)
-            options.update({k.arg: k.value for k in base.node.keywords if k.arg})
+            options.update(_keywords(base))
         for name in ("rename", "tag_field"):
             if name in options and ast.unparse(options[name]) != "None":
                 raise UnderivableError(f"{found.dotted} sets {name}, which is not understood")
         array = _true(options, "array_like")
         tag = ast.unparse(options["tag"]) if "tag" in options else None
         assert found.module is not None
+        # Without effect on arrays: msgspec sends every position of them.
+        omits = not array and _true(options, "omit_defaults")
         return Message(
             found.module.name,
             Form.ARRAY if array else Form.MAP,
-            self._inherited(bases, positional=True),
-            # Without effect on arrays: msgspec sends every position of them.
-            omits_defaults=not array and _true(options, "omit_defaults"),
+            self._inherited(bases, positional=True, omits=omits),
+            omits_defaults=omits,
             strict=_true(options, "forbid_unknown_fields"),
             tag=None if tag in ("None", "False") else tag,
         )
 
-    def _inherited(self, bases: list[Found], positional: bool = False) -> tuple[Field, ...]:
+    def _inherited(
+        self, bases: list[Found], positional: bool = False, omits: bool = False
+    ) -> tuple[Field, ...]:
         """Fields of a class and its bases; keyword-only ones of a Struct go last."""
         fields: dict[str, Field] = {}
         later: dict[str, Field] = {}
@@ -187,16 +192,21 @@ class _Derivation:
                 if base.dotted not in {_STRUCT, "object"} | _ABSTRACT:
                     raise UnderivableError(f"{bases[-1].dotted} inherits from {base.dotted}")
                 continue
-            options = {k.arg: k.value for k in base.node.keywords if k.arg}
+            options = _keywords(base)
             kept = later if positional and _true(options, "kw_only") else fields
-            for entry in self._fields(base.module, base.node):
+            for entry in self._fields(base.module, base.node, omits):
                 if positional and entry.name in fields.keys() | later.keys():
                     raise UnderivableError(f"{base.dotted} defines {entry.name} a second time")
                 kept[entry.name] = entry
         return (*fields.values(), *later.values())
 
-    def _fields(self, module: Module, node: ast.ClassDef) -> Iterator[Field]:
+    def _fields(self, module: Module, node: ast.ClassDef, omits: bool = False) -> Iterator[Field]:
+        known: dict[str, Field] = {}
         for entry in node.body:
+            if isinstance(entry, ast.Assign) and known.keys() & set(_names(entry)):
+                where = f"{module.name}.{node.name}"
+                raise UnderivableError(f"{where} gives a field its default: {ast.unparse(entry)}")
+            _plain(module, node, entry, ast.AnnAssign)
             if not isinstance(entry, ast.AnnAssign) or not isinstance(entry.target, ast.Name):
                 continue
             what = self._generic(module, entry.annotation)
@@ -205,16 +215,17 @@ class _Derivation:
                 continue
             if "InitVar" in text:
                 raise UnderivableError(f"{module.name}.{node.name}.{entry.target.id} is an InitVar")
-            known = Field(entry.target.id, self._type(module, entry.annotation))
+            one = Field(entry.target.id, self._type(module, entry.annotation))
             if entry.value is not None:
-                known = self._with_default(module, known, entry.value)
-            yield known
+                one = self._with_default(module, one, entry.value, omits)
+            known[entry.target.id] = one
+        yield from known.values()
 
-    def _with_default(self, module: Module, known: Field, value: ast.expr) -> Field:
+    def _with_default(self, module: Module, known: Field, value: ast.expr, omits: bool) -> Field:
         made = value.func if isinstance(value, ast.Call) else None
         maker = self.sources.find(module, made) if made is not None else None
         if maker is None or maker.dotted not in _FIELDS or not isinstance(value, ast.Call):
-            return replace(known, default=ast.unparse(value))
+            return replace(known, default=self._value(module, value, omits))
         options = {keyword.arg: keyword.value for keyword in value.keywords}
         if None in options or len(value.args) > 1:
             raise UnderivableError(f"{module.name}: {ast.unparse(value)} is not understood")
@@ -222,28 +233,49 @@ class _Derivation:
             known = replace(known, name=str(ast.literal_eval(options["name"])))
         default = options.get("default", value.args[0] if value.args else None)
         if default is not None and ast.unparse(default) != "...":
-            return replace(known, default=ast.unparse(default))
+            return replace(known, default=self._value(module, default, omits))
         if "default_factory" in options:
             factory = ast.unparse(options["default_factory"])
             made_by = _EMPTY.get(factory, f"({factory})()" if " " in factory else f"{factory}()")
             return replace(known, default=made_by)
         return known
 
+    def _value(self, module: Module, value: ast.expr, needed: bool) -> str:
+        """A default as text, the names in it followed to what they stand for.
+
+        Where a default is left out on the wire (``needed``), one that can't be told is an error.
+        """
+        return ast.unparse(_Constants(self, module, needed).visit(copy.deepcopy(value)))
+
     def _members(self, module: Module, node: ast.ClassDef) -> dict[str, str]:
         members: dict[str, str] = {}
+        where = f"{module.name}.{node.name}"
+        counts = True
         for entry in node.body:
-            if isinstance(entry, ast.Assign) and isinstance(entry.targets[0], ast.Name):
-                name = entry.targets[0].id
-                text = ast.unparse(entry.value)
-                if text in ("auto()", "enum.auto()"):
-                    bases = [ast.unparse(base) for base in node.bases]
-                    if bases not in (["Enum"], ["IntEnum"], ["enum.Enum"], ["enum.IntEnum"]):
-                        raise UnderivableError(f"{module.name}.{node.name} numbers itself: {text}")
-                    text = str(len(members) + 1)
-                if not name.startswith("_"):
-                    members[name] = text
+            _plain(module, node, entry, ast.Assign | ast.AnnAssign)
+            if isinstance(entry, ast.FunctionDef) and entry.name == "__new__":
+                raise UnderivableError(f"{where} makes its values itself, in __new__")
+            if not isinstance(entry, ast.Assign | ast.AnnAssign) or entry.value is None:
+                continue
+            text = ast.unparse(entry.value)
+            names = [name for name in _names(entry) if not name.startswith("_")]
+            if text in ("auto()", "enum.auto()"):
+                bases = [ast.unparse(base) for base in node.bases]
+                own = any(getattr(e, "name", "") == "_generate_next_value_" for e in node.body)
+                plain = bases in (["Enum"], ["IntEnum"], ["enum.Enum"], ["enum.IntEnum"])
+                if own or not plain or not counts:
+                    raise UnderivableError(f"{where} numbers itself: {text}")
+                text = str(len(members) + 1)
+            elif names:
+                counts = counts and text == str(len(members) + 1)
+                if text in members:
+                    text = members[text]
+                else:
+                    text = _literal(where, self._value(module, entry.value, needed=True))
+            members.update(dict.fromkeys(names, text))
+            counts = counts and len(names) < 2
         if not members:
-            raise UnderivableError(f"{module.name}.{node.name} is an enum without members")
+            raise UnderivableError(f"{where} is an enum without members")
         return members
 
     # Types
@@ -306,6 +338,103 @@ class _Derivation:
             # A class with parameters of its own: they say nothing about what is sent.
             return self._type(module, node.value, inside)
         return f"{generic}[{', '.join(rendered)}]"
+
+
+@dataclass
+class _Constants(ast.NodeTransformer):
+    """Puts what names stand for in their place; enum members of a table keep their name there."""
+
+    derivation: _Derivation
+    module: Module
+    needed: bool
+    hops: int = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        known = self.derivation.sources.find(self.module, node.func)
+        builtin = isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id)
+        if self.needed and not (known is None and builtin):
+            self._unknown(node)
+        node.args = [self.visit(value) for value in node.args]
+        for keyword in node.keywords:
+            keyword.value = self.visit(keyword.value)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._followed(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        owner = self.derivation.sources.find(self.module, node.value)
+        if owner and isinstance(owner.node, ast.ClassDef):
+            name = self.derivation._visit(owner)
+            enum = self.derivation.enums.get(name)
+            if enum and node.attr in enum.members:
+                return ast.Attribute(ast.Name(name), node.attr)
+            return self._unknown(node)
+        return self._followed(node)
+
+    def _followed(self, node: ast.Name | ast.Attribute) -> ast.expr:
+        found = self.derivation.sources.find(self.module, node)
+        if found is None or found.module is None or not isinstance(found.node, ast.expr):
+            return self._unknown(node)
+        if found.dotted.rpartition(".")[2] in found.module.again or self.hops > 20:
+            return self._unknown(node)
+        inner = _Constants(self.derivation, found.module, self.needed, self.hops + 1)
+        value: ast.expr = inner.visit(copy.deepcopy(found.node))
+        return value
+
+    def _unknown(self, node: ast.expr) -> ast.expr:
+        if self.needed:
+            raise UnderivableError(
+                f"{self.module.name}: the value of {ast.unparse(node)} can't be told"
+            )
+        return node
+
+
+def _keywords(found: Found) -> dict[str, ast.expr]:
+    """The keywords of a class, such as array_like."""
+    assert isinstance(found.node, ast.ClassDef)
+    options = {}
+    for keyword in found.node.keywords:
+        if keyword.arg is None:
+            what = ast.unparse(keyword.value)
+            raise UnderivableError(f"{found.dotted} takes keywords from **{what}")
+        options[keyword.arg] = keyword.value
+    return options
+
+
+def _names(entry: ast.Assign | ast.AnnAssign) -> list[str]:
+    """The names that a statement gives a value; an error for anything but plain names."""
+    targets = entry.targets if isinstance(entry, ast.Assign) else [entry.target]
+    if not all(isinstance(target, ast.Name) for target in targets):
+        raise UnderivableError(f"a class body sets more than names: {ast.unparse(entry)}")
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _plain(
+    module: Module, node: ast.ClassDef, entry: ast.stmt, kinds: type[ast.stmt] | UnionType
+) -> None:
+    """An error for a field or member that stands inside if, try, with or a loop."""
+    for inner in _inside(entry):
+        if isinstance(inner, kinds):
+            what = f"{module.name}.{node.name} has `{ast.unparse(inner)}` inside another statement"
+            raise UnderivableError(f"{what}, so it can't be told whether it is there")
+
+
+def _inside(entry: ast.AST) -> Iterator[ast.AST]:
+    """What runs as part of a statement of a class body, without the bodies of definitions."""
+    if isinstance(entry, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
+        return
+    for inner in ast.iter_child_nodes(entry):
+        yield inner
+        yield from _inside(inner)
+
+
+def _literal(where: str, text: str) -> str:
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise UnderivableError(f"{where}: the value {text} can't be told") from error
+    return text
 
 
 def _makes_type(node: ast.expr) -> bool:

@@ -6,6 +6,7 @@ written down. A ``Schema`` is that order for one release, stored as JSON in the 
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -107,15 +108,51 @@ def parse(text: str) -> Schema:
     """A schema from its stored form. Raises ValueError if the text isn't one."""
     try:
         data: dict[str, Any] = json.loads(text)
-        return Schema(
+        found = Schema(
             release=data["release"],
             roots=tuple(Root(r["message"], Direction(r["direction"])) for r in data["roots"]),
             messages={name: _message(entry) for name, entry in data["messages"].items()},
             enums={n: Enumeration(e["module"], e["members"]) for n, e in data["enums"].items()},
             extensions=data["extensions"],
         )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a wire schema: {error!r}") from error
+        _check(found)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (KeyError, TypeError, AttributeError, ValueError, SyntaxError) as error:
+        raise ValueError(f"it is not laid out as one: {error!r}") from error
+    return found
+
+
+def _check(found: Schema) -> None:
+    """A ValueError for what has the names of a schema and other values."""
+    one_of: dict[type, list[object]] = {
+        str: [found.release, *(root.message for root in found.roots), *found.extensions],
+        int: list(found.extensions.values()),
+        bool: [flag for m in found.messages.values() for flag in (m.omits_defaults, m.strict)],
+    }
+    for message in found.messages.values():
+        texts = [text for field in message.fields for text in (field.name, field.type)]
+        optional = [*(field.default for field in message.fields), message.tag]
+        one_of[str] += [message.module, *texts, *(text for text in optional if text is not None)]
+        for field in message.fields:
+            for node in ast.walk(ast.parse(field.type, mode="eval")):
+                if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+                    ast.literal_eval(node.slice)
+    for enum in found.enums.values():
+        one_of[str] += [enum.module, *enum.members.values()]
+        for text in enum.members.values():
+            hash(ast.literal_eval(text))
+    for kind, values in one_of.items():
+        for value in values:
+            if type(value) is not kind:
+                raise TypeError(f"{value!r:.60} is no {kind.__name__}")
+    for root in found.roots:
+        if root.message not in found.messages:
+            raise KeyError(root.message)
+    if REQUEST_TYPES not in found.enums:
+        raise KeyError(REQUEST_TYPES)
 
 
 def _message(entry: dict[str, Any]) -> Message:
@@ -127,8 +164,9 @@ def _message(entry: dict[str, Any]) -> Message:
 @cache
 def stored(release: str) -> Schema | None:
     """The schema of a release as the wheel holds it, None if it isn't a recorded one."""
-    path = SCHEMAS / f"{release}.json"
-    return parse(path.read_text()) if path.is_file() else None
+    if release not in stored_releases():
+        return None
+    return parse((SCHEMAS / f"{release}.json").read_text(encoding="utf-8"))
 
 
 def stored_releases() -> list[str]:

@@ -21,6 +21,7 @@ class UnderivableError(ValueError):
 class Module:
     """A parsed module: its classes, the values given to its names, and its imports.
 
+    ``again`` has the names that are given more than one value, of which the last is kept.
     ``imports`` maps a name to (module, name there), or to (module, None) for a whole module.
     """
 
@@ -28,6 +29,7 @@ class Module:
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     values: dict[str, ast.expr] = field(default_factory=dict)
     imports: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    again: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,15 @@ class Sources:
             elif isinstance(node, ast.Assign):
                 for target in node.targets:
                     if isinstance(target, ast.Name):
-                        found.values[target.id] = node.value
+                        _give(found, target.id, node.value)
             elif (
                 isinstance(node, ast.AnnAssign)
                 and node.value is not None
                 and isinstance(node.target, ast.Name)
             ):
-                found.values[node.target.id] = node.value
+                _give(found, node.target.id, node.value)
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                found.again.add(node.target.id)
         return found
 
     def find(self, module: Module, expression: ast.expr) -> Found | None:
@@ -106,6 +110,12 @@ class Sources:
                 break
             origin, path = deeper.name, path[1:]
         return Found(".".join([origin, *path]))
+
+
+def _give(module: Module, name: str, value: ast.expr) -> None:
+    if name in module.values:
+        module.again.add(name)
+    module.values[name] = value
 
 
 def _path(expression: ast.expr) -> list[str] | None:
