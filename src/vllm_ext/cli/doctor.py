@@ -20,6 +20,7 @@ from vllm_ext import __version__, native
 from vllm_ext import features as package
 from vllm_ext.checks.probe import ProbeError, probe
 from vllm_ext.cli.style import coloured
+from vllm_ext.cli.wheel import holder
 from vllm_ext.core.feature import Feature, Judgement, worst
 from vllm_ext.core.plan import Planned, by_feature, catalogue, expected, lacks, plan, refusals
 from vllm_ext.core.release import Installation, installation, record
@@ -117,6 +118,7 @@ def _shown(entry: Planned, probes: dict[str, Judgement]) -> dict[str, Any]:
 def doctor(as_json: bool, with_probes: bool, folder: Path | None) -> None:
     """Tell what the plugin would do to the vLLM found here, and why."""
     features = catalogue(package)
+    folder = holder(folder) if folder else None
     installed = _find(folder, as_json)
     try:
         settings = read(os.environ, features)

@@ -83,7 +83,7 @@ def _find(folder: Path | None) -> Installation:
         cannot_look(f"{where}: {error}, so it can't be told which release it is close to.")
     except ValueError as error:
         cannot_look(f"{error}.")
-    where = f"no vLLM in {folder} to record" if folder else "no vLLM to record"
+    where = f"no vLLM to record in {folder}" if folder else "no vLLM to record"
     cannot_look(f"There is {where}; name the folder of an unpacked wheel with --vllm DIR.")
 
 
