@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -19,7 +20,8 @@ def registered(active: bool, environ: Mapping[str, str] | None = None) -> Iterat
     from vllm import envs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_EXT_SERVER_ID", "test")
+        # Reports of another run, or of one that was killed, are not this process's server's.
+        patch.setenv("VLLM_EXT_SERVER_ID", f"test-{os.getpid()}")
         for name, value in (environ or {}).items():
             patch.setenv(name, value)
         patch.setattr(plugin, "_process", None)

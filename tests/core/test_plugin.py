@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -122,8 +123,13 @@ def test_every_name_is_known_to_vllm_and_the_compile_key_is_stock(
     from vllm.config.utils import hash_factors
 
     stock = envs.compile_factors()
+    choices = [
+        (f, option) for f in FEATURES.values() for option in f.options if get_args(option.type)
+    ]
     for name in variables(FEATURES.values()):
         monkeypatch.setenv(name, "0")
+    for feature, option in choices:
+        monkeypatch.setenv(feature.variable(option), str(option.default))
     plugin.register()
     _validate_environ()
     assert os.environ["VLLM_EXT_SCORE_USAGE"] == envs.VLLM_EXT_SCORE_USAGE == "0"
