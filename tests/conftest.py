@@ -158,14 +158,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if rest := set(items) - set(kept):
         config.hook.pytest_deselected(items=list(rest))
     # Children last, one release after another: each is started once.
-    kept.sort(key=lambda item: _fixed(item, "installed_release") or "")
+    kept.sort(key=_child)
     items[:] = kept
     children = {}
     if not config.getoption("--release"):
-        for release, group in groupby(kept, key=lambda item: _fixed(item, "installed_release")):
-            if release:
-                children[release] = list(group)
+        for child, group in groupby(kept, key=_child):
+            if child:
+                children[child] = list(group)
     config.stash[_CHILDREN] = children
+
+
+def _child(item: pytest.Item) -> str:
+    """Which child runs a test; engines change their process, so they have one of their own."""
+    release = _fixed(item, "installed_release") or ""
+    return f"{release} engines" if release and item.get_closest_marker("engine") else release
 
 
 _CHILDREN = pytest.StashKey[dict[str, list[pytest.Item]]]()
@@ -175,16 +181,17 @@ _RUNNING = pytest.StashKey[dict[str, Child]]()
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Items of a release run in its child; here their reports are replayed."""
     config = item.config
-    release = _fixed(item, "installed_release")
-    if release not in config.stash[_CHILDREN]:
+    name = _child(item)
+    if name not in config.stash[_CHILDREN]:
         return None
     running = config.stash.setdefault(_RUNNING, {})
-    if release not in running:
+    if name not in running:
         for child in running.values():
             child.close()
-        running[release] = Child(release, config.stash[_CHILDREN][release], config)
+        release = name.partition(" ")[0]
+        running[name] = Child(release, config.stash[_CHILDREN][name], config)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in running[release].replay(item):
+    for report in running[name].replay(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True

@@ -54,20 +54,26 @@ class Child:
         )
         os.close(writing)
         self._lines = os.fdopen(reading)
+        self._reports: dict[str, list[pytest.TestReport]] = {}
 
     def replay(self, item: pytest.Item) -> list[pytest.TestReport]:
-        """The reports of one item; a failed one if the child ended before it."""
-        reports = []
-        for line in self._lines:
+        """The reports of one item; a failed one if the child ended before it.
+
+        pytest may order a child's items in another way, for the sake of fixtures they share.
+        """
+        while not self._complete(item.nodeid):
+            line = self._lines.readline()
+            if not line:
+                return [self._death(item)]
             report = self._config.hook.pytest_report_from_serializable(
                 config=self._config, data=json.loads(line)
             )
-            if report.nodeid != item.nodeid:
-                continue
-            reports.append(report)
-            if report.when == "teardown":
-                return reports
-        return [self._death(item)]
+            self._reports.setdefault(report.nodeid, []).append(report)
+        return self._reports.pop(item.nodeid)
+
+    def _complete(self, nodeid: str) -> bool:
+        reports = self._reports.get(nodeid, [])
+        return bool(reports) and reports[-1].when == "teardown"
 
     def _death(self, item: pytest.Item) -> pytest.TestReport:
         self._log.seek(0)
