@@ -12,10 +12,8 @@ they save.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,11 +21,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import Spread, describe, machine, save
-from benchmarks.schedule import patched
-from tests.beds.children import environment
-from tests.beds.layout import RELEASES
-from vllm_ext.core.release import record
+from benchmarks.measure import Spread, describe, machine, measured, save
+from benchmarks.patches import active_wraps, patched
 from vllm_ext.core.seams import Wrap
 from vllm_ext.features.kv.max_load_tokens import FEATURE
 from vllm_ext.features.kv.offload_probe import Offload
@@ -43,17 +38,11 @@ TARGET = 2.0
 
 def seams(release: str, connector: str) -> list[Wrap]:
     """The wrappers round the lookups of a connector that are active without any option."""
-    known = record(release)
-    assert known is not None
     name = "simple_kv_offload" if connector.startswith("Simple") else "v1.offloading"
     return [
-        seam
-        for part in FEATURE.parts
-        for seam in part.seams
-        if known.judgement(FEATURE, part).verdict == "active"
-        and not part.option
-        and isinstance(seam, Wrap)
-        and name in seam.target
+        wrap
+        for part, wrap in active_wraps(release, FEATURE)
+        if not part.option and name in wrap.target
     ]
 
 
@@ -91,18 +80,8 @@ def lookups(release: str, connector: str, rounds: int, console: Console) -> dict
 
 def main() -> None:
     """Measure and print; ends with status 1 if a lookup costs more than the target."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--release", choices=RELEASES, default=RELEASES[0])
-    parser.add_argument("--rounds", type=int, default=40, help="default 40")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds takes a number of at least 1")
-    if os.environ.get("VLLMEXT_BENCHMARK_RELEASE") != options.release:
-        quiet = {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
-        environ = {**environment(options.release), **quiet}
-        environ["VLLMEXT_BENCHMARK_RELEASE"] = options.release
-        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], environ)
+    description = __doc__.partition("\n")[0]
+    options = measured(description, __spec__.name, "rounds", 40)
     sys.exit(_measure(options))
 
 

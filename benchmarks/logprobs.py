@@ -11,20 +11,16 @@ vLLM does to make the answer's logprobs (of chat, for all others), ``more`` our 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import Spread, describe, machine, save
-from tests.beds.children import environment
-from tests.beds.layout import RELEASES
+from benchmarks.measure import Spread, describe, machine, measured, save
 from vllm_ext.features.serving import nan_logprobs
 
 TOKENS, CANDIDATES = 256, 20
@@ -91,18 +87,8 @@ def microseconds(run: Run) -> float:
 
 def main() -> None:
     """Measure and print; ends with status 1 if a pass takes more than half of the builtin max."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--release", choices=RELEASES, default=RELEASES[0])
-    parser.add_argument("--rounds", type=int, default=200, help="default 200")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds takes a number of at least 1")
-    if os.environ.get("VLLMEXT_BENCHMARK_RELEASE") != options.release:
-        quiet = {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
-        environ = {**environment(options.release), **quiet}
-        environ["VLLMEXT_BENCHMARK_RELEASE"] = options.release
-        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], environ)
+    description = __doc__.partition("\n")[0]
+    options = measured(description, __spec__.name, "rounds", 200)
     sys.exit(_measure(options))
 
 

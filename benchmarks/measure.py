@@ -1,17 +1,24 @@
-"""Medians with an interval, and the machine they were measured on."""
+"""Medians with an interval, the machine they were measured on, and the release that is measured."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from tests.beds.children import environment
+from tests.beds.layout import RELEASES
+
+_RELEASE = "VLLMEXT_BENCHMARK_RELEASE"
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,26 @@ def describe(where: dict[str, Any]) -> str:
 def save(path: Path, result: dict[str, Any]) -> None:
     """Write a result as JSON."""
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measured(description: str, module: str, unit: str, default: int) -> argparse.Namespace:
+    """Options of a benchmark of one release, in a process that imports it.
+
+    ``--release``, ``--json FILE`` and ``--<unit>``, a number of at least 1. Where this process is
+    none of that release, it becomes one: ``module`` starts anew in its place, without plugins.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--release", choices=RELEASES, default=RELEASES[0])
+    parser.add_argument(f"--{unit}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    options = parser.parse_args()
+    if getattr(options, unit) < 1:
+        parser.error(f"--{unit} takes a number of at least 1")
+    if os.environ.get(_RELEASE) != options.release:
+        quiet = {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR", _RELEASE: options.release}
+        environ = {**environment(options.release), **quiet}
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environ)
+    return options
 
 
 def _processor() -> str:

@@ -9,7 +9,6 @@ machine moves both sides. The model is tiny, so a step is short and what is adde
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -20,12 +19,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import Spread, describe, machine, save
-from tests.beds.children import environment
+from benchmarks.measure import Spread, describe, machine, measured, save
+from benchmarks.patches import active_wraps, patched
 from tests.beds.contagion import Engine, engine
-from tests.beds.layout import RELEASES
-from vllm_ext.core.release import record
-from vllm_ext.core.seams import Wrap, locate, module_of
+from vllm_ext.core.seams import Wrap, module_of
 from vllm_ext.features.serving import nan_containment, nan_logprobs
 
 TARGET = 0.99
@@ -35,17 +32,8 @@ PROMPTS = {"prefill": (300, 1), "decode": (8, TOKENS)}
 
 
 def _wraps(release: str) -> list[Wrap]:
-    known = record(release)
-    assert known is not None
-    features = (nan_containment.FEATURE, nan_logprobs.FEATURE)
-    return [
-        seam
-        for feature in features
-        for part in feature.parts
-        if known.judgement(feature, part).verdict == "active"
-        for seam in part.seams
-        if isinstance(seam, Wrap) and module_of(seam.target) in sys.modules
-    ]
+    active = active_wraps(release, nan_containment.FEATURE, nan_logprobs.FEATURE)
+    return [wrap for _, wrap in active if module_of(wrap.target) in sys.modules]
 
 
 def tokens_per_second(running: Engine, length: int, answer: int, rounds: int = 2) -> float:
@@ -69,14 +57,8 @@ def pairs(running: Engine, wraps: list[Wrap], count: int, console: Console) -> d
     for number in track(range(-1, count), description="pairs", console=console):
         for kind, (length, answer) in PROMPTS.items():
             for name in ("bare", "with") if number % 2 else ("with", "bare"):
-                undo = []
-                for wrap in wraps if name == "with" else []:
-                    place = locate(wrap.target)
-                    undo.append((place, place.read()))
-                    place.write(wrap.layer(place, place.read()))
-                speed = tokens_per_second(running, length, answer)
-                for place, value in reversed(undo):
-                    place.write(value)
+                with patched(wraps if name == "with" else []):
+                    speed = tokens_per_second(running, length, answer)
                 if number >= 0:
                     figures[kind][name].append(speed)
     return figures
@@ -84,18 +66,8 @@ def pairs(running: Engine, wraps: list[Wrap], count: int, console: Console) -> d
 
 def main() -> None:
     """Measure and print; ends with status 1 if a ratio's median is below the target."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--release", choices=RELEASES, default=RELEASES[0])
-    parser.add_argument("--pairs", type=int, default=10, help="default 10")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    options = parser.parse_args()
-    if options.pairs < 1:
-        parser.error("--pairs takes a number of at least 1")
-    if os.environ.get("VLLMEXT_BENCHMARK_RELEASE") != options.release:
-        quiet = {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
-        environ = {**environment(options.release), **quiet}
-        environ["VLLMEXT_BENCHMARK_RELEASE"] = options.release
-        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], environ)
+    description = __doc__.partition("\n")[0]
+    options = measured(description, __spec__.name, "pairs", 10)
     sys.exit(_measure(options))
 
 

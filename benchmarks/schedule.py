@@ -14,12 +14,8 @@ is told per call as well.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,40 +23,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import Spread, describe, machine, save
-from tests.beds.children import environment
-from tests.beds.layout import RELEASES
-from vllm_ext.core.release import record
-from vllm_ext.core.seams import Place, Wrap, locate
+from benchmarks.measure import Spread, describe, machine, measured, save
+from benchmarks.patches import active_wraps, patched
+from vllm_ext.core.seams import Wrap
 from vllm_ext.features.scheduling.fence_probe import Pipeline
 from vllm_ext.features.scheduling.preemption_fence import FEATURE
 
 REQUESTS, PROMPT, STEPS = 16, 32, 40
 KINDS = {"deferred": True, "plain": False}
 TARGET = 2.0
-
-
-def seams(release: str) -> list[Wrap]:
-    """The wrappers of the parts that are active on a release."""
-    known = record(release)
-    assert known is not None
-    active = [part for part in FEATURE.parts if known.judgement(FEATURE, part).verdict == "active"]
-    return [seam for part in active for seam in part.seams if isinstance(seam, Wrap)]
-
-
-@contextmanager
-def patched(wraps: list[Wrap]) -> Iterator[None]:
-    """The classes with the wrappers on, as the ledger puts them there."""
-    undo: list[tuple[Place, Any]] = []
-    for wrap in wraps:
-        place = locate(wrap.target)
-        undo.append((place, place.read()))
-        place.write(wrap.layer(place, place.read()))
-    try:
-        yield
-    finally:
-        for place, value in reversed(undo):
-            place.write(value)
 
 
 def microseconds(pipeline: Pipeline) -> float:
@@ -93,18 +64,8 @@ def steps(wraps: list[Wrap], deferred: bool, rounds: int, console: Console) -> d
 
 def main() -> None:
     """Measure and print; ends with status 1 if a call costs more than the target."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--release", choices=RELEASES, default=RELEASES[0])
-    parser.add_argument("--rounds", type=int, default=40, help="default 40")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds takes a number of at least 1")
-    if os.environ.get("VLLMEXT_BENCHMARK_RELEASE") != options.release:
-        quiet = {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
-        environ = {**environment(options.release), **quiet}
-        environ["VLLMEXT_BENCHMARK_RELEASE"] = options.release
-        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], environ)
+    description = __doc__.partition("\n")[0]
+    options = measured(description, __spec__.name, "rounds", 40)
     sys.exit(_measure(options))
 
 
@@ -114,7 +75,7 @@ def _measure(options: argparse.Namespace) -> int:
     console = Console()
     where = machine()
     console.print(describe(where))
-    wraps = seams(options.release)
+    wraps = [wrap for _, wrap in active_wraps(options.release, FEATURE)]
     rows = {
         kind: steps(wraps, deferred, options.rounds, console) for kind, deferred in KINDS.items()
     }
