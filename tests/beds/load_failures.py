@@ -12,13 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ext.features.scheduling.hybrid_load_failure_probes import (
-    BLOCK,
-    WINDOW,
-    make_request,
-    make_scheduler,
-    output_of,
-)
+from vllm_ext.features.played_scheduler import BLOCK, WINDOW, make_request
+from vllm_ext.features.scheduling.hybrid_load_failure_probes import make_scheduler, output_of
 
 GARBAGE = 999_999
 _WRONG = object()

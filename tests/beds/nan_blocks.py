@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_ext.features.serving.nan_worker import BLOCKS_TO_WIPE
-from vllm_ext.features.serving.played_scheduler import (
+from vllm_ext.features.played_scheduler import (
     BLOCK,
+    TOKEN,
     WINDOW,
     make_request,
     make_scheduler,
-    report_of,
+    output_of,
 )
+from vllm_ext.features.serving.nan_worker import BLOCKS_TO_WIPE
 
 NAN = 999
 
@@ -98,13 +99,13 @@ class Line:
         cached = planned.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         requests = self.scheduler.requests
-        bad, due = {}, {}
+        bad, sampled = {}, {}
         for name, count in planned.num_scheduled_tokens.items():
-            due[name] = not requests[name].is_prefill_chunk
+            sampled[name] = [] if requests[name].is_prefill_chunk else [TOKEN]
             first = self._forward(requests[name], starts[name], count)
             if first is not None:
                 bad[name] = count - first
-        return report_of(self.scheduler, planned, bad, due)
+        return output_of(self.scheduler, planned, sampled, num_nans_in_logits=bad or None)
 
     def _forward(self, request: Any, start: int, count: int) -> int | None:
         """Which of the tokens is the first to become NaN, if any."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
+from vllm_ext.features.played_scheduler import (
+    LENGTH,
+    kv_spec,
+    make_request,
+    make_scheduler,
+    output_of,
+)
+
 UNIT = 4
-WINDOW = 32
-LENGTH = 512
-_TOKEN = 7
 
 
 class Offload:
@@ -56,36 +60,18 @@ class Offload:
         return getattr(self.connector, "connector_scheduler", None)
 
     def _make(self, connector: str, blocks: int, batched: int, extra: dict[str, Any]) -> Any:
-        from vllm.config import CacheConfig, KVTransferConfig, SchedulerConfig, VllmConfig
-        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.config import KVTransferConfig
         from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-        config = VllmConfig(
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=8,
-                max_num_batched_tokens=batched,
-                max_model_len=LENGTH,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-            ),
-            cache_config=CacheConfig(block_size=max(self.sizes), enable_prefix_caching=True),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=connector,
-                kv_role="kv_both",
-                kv_connector_extra_config={"cpu_bytes_to_use": 1 << 26, **extra},
-            ),
+        transfer = KVTransferConfig(
+            kv_connector=connector,
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_bytes_to_use": 1 << 26, **extra},
         )
-        # Set afterwards: the platform of this machine has no say in what a scheduler decides.
-        config.scheduler_config.async_scheduling = False
-        config.cache_config.block_size = max(self.sizes)
-        config.cache_config.prefix_match_unit = self.unit
-        config.cache_config.num_gpu_blocks = blocks + 1
-        config.cache_config.mamba_cache_mode = "align" if "mamba" in self.kinds else "none"
-        config.model_config = _model()
         bytes_per_block = 1024
         names = [f"layer.{at}" for at in range(len(self.kinds))]
         specs = [
-            KVCacheGroupSpec([name], _spec(kind, size), is_eagle_group=draft)
+            KVCacheGroupSpec([name], kv_spec(kind, size), is_eagle_group=draft)
             for name, kind, size, draft in zip(
                 names, self.kinds, self.sizes, self.drafts, strict=True
             )
@@ -97,38 +83,19 @@ class Offload:
             block_stride=bytes_per_block,
             offset=0,
         )
-        return Scheduler(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                blocks + 1, kv_cache_tensors=[tensor], kv_cache_groups=specs
-            ),
-            structured_output_manager=SimpleNamespace(
-                should_advance=lambda *args, **kwargs: False,
-                accept_tokens=lambda *args, **kwargs: True,
-            ),
+        return make_scheduler(
+            self.kinds,
+            blocks,
+            batched_tokens=batched,
+            transfer=transfer,
+            kv_cache=KVCacheConfig(blocks + 1, kv_cache_tensors=[tensor], kv_cache_groups=specs),
             block_size=max(self.sizes),
-            hash_block_size=self.unit,
-            mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda config: False),
+            unit=self.unit,
         )
 
     def request(self, name: str, tokens: Sequence[int], answer: int = 1, **transfer: Any) -> Any:
         """A request of these prompt tokens; ``transfer`` is its ``kv_transfer_params``."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
-        if transfer:
-            params.extra_args = {"kv_transfer_params": transfer}
-        return Request(
-            request_id=name,
-            prompt_token_ids=list(tokens),
-            sampling_params=params,
-            pooling_params=None,
-            block_hasher=get_request_block_hasher(self.unit, sha256),
-        )
+        return make_request(name, tokens, answer, unit=self.unit, **transfer)
 
     def store(self, tokens: Sequence[int], *, partial: bool = False) -> None:
         """Put every chunk of a prompt into the CPU tier; ``partial``: every boundary, too."""
@@ -184,20 +151,11 @@ class Offload:
         self.scheduler.kv_cache_manager.reset_prefix_cache()
 
     def _output(self, planned: Any) -> Any:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        from vllm.v1.outputs import KVConnectorOutput
 
-        names = list(planned.num_scheduled_tokens)
-        requests = self.scheduler.requests
-        sampled = [[] if requests[name].is_prefill_chunk else [_TOKEN] for name in names]
         report, loaded = self._copies(planned.kv_connector_metadata)
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(
-                finished_recving=loaded or None, kv_connector_worker_meta=report
-            ),
-        )
+        copies = KVConnectorOutput(finished_recving=loaded or None, kv_connector_worker_meta=report)
+        return output_of(self.scheduler, planned, kv_connector_output=copies)
 
     def _copies(self, started: Any) -> tuple[Any, set[str]]:
         """The worker's report on the copies of a step, and the requests loaded."""
@@ -229,52 +187,3 @@ def counted_lookups(manager: Any) -> Iterator[list[Any]]:
         yield asked
     finally:
         del manager.lookup
-
-
-def _model() -> Any:
-    import torch
-
-    return SimpleNamespace(
-        model="probe",
-        dtype=torch.float32,
-        max_model_len=LENGTH,
-        runner_type="generate",
-        architecture="LlamaForCausalLM",
-        architectures=["LlamaForCausalLM"],
-        multimodal_config=None,
-        enforce_eager=True,
-        get_total_num_kv_heads=lambda: 1,
-        **dict.fromkeys(
-            (
-                "uses_mrope",
-                "uses_xdrope_dim",
-                "is_encoder_decoder",
-                "is_diffusion",
-                "is_hybrid",
-                "is_multimodal_model",
-                "enable_return_routed_experts",
-                "return_sampling_mask",
-                "supports_multimodal_inputs",
-                "uses_xdrope",
-                "use_mla",
-            ),
-            False,
-        ),
-    )
-
-
-def _spec(kind: str, size: int) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-
-    if kind == "mamba":
-        return MambaSpec(
-            block_size=size,
-            shapes=((2 * size,),),
-            dtypes=(torch.float32,),
-            mamba_cache_mode="align",
-        )
-    shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    if kind == "window":
-        return SlidingWindowSpec(sliding_window=WINDOW, **shape)
-    return FullAttentionSpec(**shape)

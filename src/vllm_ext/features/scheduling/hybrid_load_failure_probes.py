@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_ext.core.feature import Judgement, Verdict
-
-BLOCK = 16
-WINDOW = 32
-_TOKEN = 7
+from vllm_ext.features import played_scheduler
+from vllm_ext.features.played_scheduler import BLOCK, make_request
 
 
 @functools.cache
@@ -91,102 +88,17 @@ def make_scheduler(
     ``groups``: one of ``full``, ``window`` (32 tokens) and ``mamba`` (align) per KV cache group.
     ``overlapped``: an AsyncScheduler, with two batches in flight.
     """
-    from vllm.config import CacheConfig, KVTransferConfig, SchedulerConfig, VllmConfig
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.config import KVTransferConfig
 
-    length = 512
-    config = VllmConfig(
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=8,
-            max_num_batched_tokens=batched_tokens,
-            max_model_len=length,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-        ),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="HandSetConnector",
-            kv_connector_module_path=__name__,
-            kv_role="kv_both",
-            kv_load_failure_policy=policy,
-            kv_connector_extra_config={"asynchronous": asynchronous},
-        ),
+    transfer = KVTransferConfig(
+        kv_connector="HandSetConnector",
+        kv_connector_module_path=__name__,
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"asynchronous": asynchronous},
     )
-    # Set afterwards: the platform of this machine has no say in what a scheduler decides.
-    config.scheduler_config.async_scheduling = overlapped
-    config.cache_config.block_size = BLOCK
-    config.cache_config.num_gpu_blocks = blocks + 1
-    config.cache_config.mamba_cache_mode = "align" if "mamba" in groups else "none"
-    config.model_config = SimpleNamespace(
-        max_model_len=length,
-        runner_type="generate",
-        architecture="LlamaForCausalLM",
-        architectures=["LlamaForCausalLM"],
-        multimodal_config=None,
-        enforce_eager=True,
-        **dict.fromkeys(
-            (
-                "uses_mrope",
-                "uses_xdrope_dim",
-                "is_encoder_decoder",
-                "is_diffusion",
-                "is_hybrid",
-                "is_multimodal_model",
-                "enable_return_routed_experts",
-                "return_sampling_mask",
-                "supports_multimodal_inputs",
-                "uses_xdrope",
-            ),
-            False,
-        ),
-    )
-    specs = [KVCacheGroupSpec([kind], _spec(kind)) for kind in groups]
-    return (AsyncScheduler if overlapped else Scheduler)(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(blocks + 1, kv_cache_tensors=[], kv_cache_groups=specs),
-        structured_output_manager=SimpleNamespace(
-            should_advance=lambda *args, **kwargs: False,
-            accept_tokens=lambda *args, **kwargs: True,
-        ),
-        block_size=BLOCK,
-        mm_registry=SimpleNamespace(supports_multimodal_inputs=lambda config: False),
-    )
-
-
-def _spec(kind: str) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-
-    if kind == "mamba":
-        return MambaSpec(
-            block_size=BLOCK,
-            shapes=((2 * BLOCK,),),
-            dtypes=(torch.float32,),
-            mamba_cache_mode="align",
-        )
-    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    if kind == "window":
-        return SlidingWindowSpec(sliding_window=WINDOW, **shape)
-    return FullAttentionSpec(**shape)
-
-
-def make_request(name: str, prompt: Sequence[int], answer: int) -> Any:
-    """A request of these prompt tokens, for exactly ``answer`` new tokens."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
-    init_none_hash(sha256)
-    params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
-    return Request(
-        request_id=name,
-        prompt_token_ids=list(prompt),
-        sampling_params=params,
-        pooling_params=None,
-        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    return played_scheduler.make_scheduler(
+        groups, blocks, overlapped=overlapped, batched_tokens=batched_tokens, transfer=transfer
     )
 
 
@@ -194,30 +106,21 @@ def output_of(
     scheduler: Any,
     planned: Any,
     *,
-    sampled: dict[str, list[int]] | None = None,
+    sampled: Mapping[str, list[int]] | None = None,
     invalid: set[int] | None = None,
     failed: set[str] | None = None,
     finished: set[str] | None = None,
 ) -> Any:
     """What a worker would return for a planned step (default: token 7 where one is due)."""
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.outputs import KVConnectorOutput
 
-    names = list(planned.num_scheduled_tokens)
-    if sampled is None:
-        sampled = {
-            name: [] if scheduler.requests[name].is_prefill_chunk else [_TOKEN] for name in names
-        }
     transfers = KVConnectorOutput(
         invalid_block_ids=invalid or set(), finished_recving=finished or None
     )
     if failed:
         transfers.failed_recving = failed
-    return ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index={name: at for at, name in enumerate(names)},
-        sampled_token_ids=[sampled[name] for name in names],
-        kv_connector_output=None if transfers.is_empty() else transfers,
-    )
+    told = None if transfers.is_empty() else transfers
+    return played_scheduler.output_of(scheduler, planned, sampled, kv_connector_output=told)
 
 
 def _loading(groups: Sequence[str], blocks: int, tokens: int, **how: Any) -> tuple[Any, Any, Any]:
@@ -229,16 +132,25 @@ def _loading(groups: Sequence[str], blocks: int, tokens: int, **how: Any) -> tup
     return scheduler, request, scheduler.schedule()
 
 
-def block_reports() -> Judgement:
-    """A synchronous load of 128 tokens into two groups fails: what becomes of the request?"""
-    scheduler, request, planned = _loading(("full", "window"), 40, 140, asynchronous=False)
+def _failed_load(**how: Any) -> tuple[Any, Any, Judgement | None]:
+    """A synchronous load of 128 tokens into two groups fails: scheduler, request, and its end."""
+    scheduler, request, planned = _loading(("full", "window"), 40, 140, asynchronous=False, **how)
     _, tables, _, _ = scheduler.connector.loads[0]
     try:
         scheduler.update_from_output(
             planned, output_of(scheduler, planned, invalid={tables[1][-1]})
         )
     except Exception as error:
-        return Judgement(Verdict.ACTIVE, f"a failed load ends the engine: {_told(error)}")
+        ended = Judgement(Verdict.ACTIVE, f"a failed load ends the engine: {_told(error)}")
+        return scheduler, request, ended
+    return scheduler, request, None
+
+
+def block_reports() -> Judgement:
+    """What becomes of a request whose load failed?"""
+    scheduler, request, ended = _failed_load()
+    if ended:
+        return ended
     null = scheduler.kv_cache_manager.block_pool.null_block.block_id
     kept = scheduler.kv_cache_manager.get_block_ids("probe")[1]
     if request.num_computed_tokens == 0 and null in kept:
@@ -252,16 +164,9 @@ def block_reports() -> Judgement:
 
 def fail_policy() -> Judgement:
     """The same load fails under kv_load_failure_policy=fail."""
-    scheduler, request, planned = _loading(
-        ("full", "window"), 40, 140, asynchronous=False, policy="fail"
-    )
-    _, tables, _, _ = scheduler.connector.loads[0]
-    try:
-        scheduler.update_from_output(
-            planned, output_of(scheduler, planned, invalid={tables[1][-1]})
-        )
-    except Exception as error:
-        return Judgement(Verdict.ACTIVE, f"a failed load ends the engine: {_told(error)}")
+    _, request, ended = _failed_load(policy="fail")
+    if ended:
+        return ended
     if request.status.name == "FINISHED_ERROR":
         return Judgement(Verdict.NATIVE, "a failed load ends its request with FINISHED_ERROR")
     return Judgement(Verdict.ACTIVE, f"a failed load leaves its request {request.status.name}")

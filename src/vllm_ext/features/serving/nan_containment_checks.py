@@ -5,12 +5,10 @@ Each runs functions of vLLM that its part patches, and needs no other part to be
 
 from __future__ import annotations
 
-import asyncio
 import os
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from vllm_ext.core.feature import Judgement, Verdict
 from vllm_ext.features.serving import nan_containment_probes as probes
@@ -75,6 +73,8 @@ def told_by_second_runner() -> dict[str, int] | None:
 
     The output is made without the streams that only a GPU has.
     """
+    from unittest import mock
+
     import torch
     from vllm.v1.worker.gpu import model_runner
 
@@ -121,6 +121,8 @@ def notice_v2() -> Judgement:
 
 def error_policy() -> Judgement:
     """Check of the part: its option is on meanwhile."""
+    from unittest import mock
+
     from vllm_ext.features.serving.nan_containment import FEATURE
 
     with mock.patch.dict(os.environ, {FEATURE.variable("POLICY"): "error"}):
@@ -132,6 +134,8 @@ def read_by_client(ended: Any) -> str:
 
     Through output processor and engine client to what the server raises; "" if it raises nothing.
     """
+    import asyncio
+
     from vllm import SamplingParams
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.exceptions import GenerationError

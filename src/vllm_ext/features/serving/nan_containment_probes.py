@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_ext.core.feature import Judgement, Verdict
-from vllm_ext.features.serving.played_scheduler import (
+from vllm_ext.features.played_scheduler import (
     LENGTH,
     TOKEN,
     cache_config,
     make_request,
     make_scheduler,
-    report_of,
+    output_of,
 )
 
 
@@ -103,7 +103,8 @@ def contain() -> Judgement:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("bad", range(40), 1))
     planned = scheduler.schedule()
-    scheduler.update_from_output(planned, report_of(scheduler, planned, {"bad": 40}))
+    report = output_of(scheduler, planned, num_nans_in_logits={"bad": 40})
+    scheduler.update_from_output(planned, report)
     scheduler.add_request(make_request("next", range(40), 1))
     found = scheduler.schedule().scheduled_new_reqs[0].num_computed_tokens
     if found:
@@ -128,7 +129,8 @@ def error_policy() -> Judgement:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("bad", range(40)))
     planned = scheduler.schedule()
-    scheduler.update_from_output(planned, report_of(scheduler, planned, {"bad": 40}))
+    report = output_of(scheduler, planned, num_nans_in_logits={"bad": 40})
+    scheduler.update_from_output(planned, report)
     request = scheduler.requests.get("bad")
     if request is None:
         return Judgement(Verdict.NATIVE, "a request with NaN is ended")

@@ -9,13 +9,12 @@ from math import inf, isfinite, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from vllm_ext.core.feature import Judgement, Verdict
-from vllm_ext.features.serving.played_scheduler import (
+from vllm_ext.features.played_scheduler import (
     make_request,
     make_scheduler,
-    report_of,
+    output_of,
 )
 
 TOKENS = [5, 6]
@@ -213,7 +212,7 @@ def ranked_step(ranks: Sequence[int]) -> tuple[Any, Any]:
         request.sampling_params.logprobs = 1
         scheduler.add_request(request)
     planned = scheduler.schedule()
-    output = report_of(scheduler, planned, {})
+    output = output_of(scheduler, planned)
     rows = len(ranks), 2
     sampled = np.array(ranks, dtype=np.int64)
     sampled.flags.writeable = False  # what comes from another process is
@@ -230,6 +229,8 @@ def ranked_step(ranks: Sequence[int]) -> tuple[Any, Any]:
 
 def rust_ranks_sent() -> Judgement:
     """Check of the part: what goes to a ``vllm-rs`` that stops serving at the first rank 0."""
+    from unittest import mock
+
     from vllm_ext.features.serving.nan_logprobs import rust_frontend_in_use
 
     lacking = rust_ranks()
