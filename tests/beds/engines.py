@@ -60,27 +60,47 @@ def call(
     with tempfile.TemporaryDirectory(prefix="engine-") as folder:
         result, log = Path(folder, "result"), Path(folder, "log")
         words = json.dumps([str(a) if isinstance(a, Path) else a for a in arguments])
-        with log.open("wb") as sink:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.beds.engines", target, words, str(result)],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        family = Family(process.pid)
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{target} still ran after {timeout:.0f} s") from None
-        finally:
-            family.end(0.0)
-            process.wait()
+        command = [sys.executable, "-m", "tests.beds.engines", target, words, str(result)]
+        code = run_to_end(command, environ, log, timeout, what=target)
         if code != 0 or not result.exists():
             tail = "\n".join(log.read_text("utf-8", "replace").splitlines()[-_TAIL:])
             raise CallFailed(f"{target} on {release} ended with status {code}:\n{tail}")
         return json.loads(result.read_text())
+
+
+def run_to_end(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    log: Path,
+    timeout: float,
+    *,
+    what: str,
+    grace: float = 0.0,
+    cwd: Path | None = None,
+) -> int:
+    """Status of a process that ends by itself; nothing of its family is left.
+
+    ``log`` receives what it prints. Raises ``TimeoutError``, with ``what`` in it, after ``timeout``
+    seconds; what still runs then has ``grace`` seconds to end.
+    """
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    family = Family(process.pid)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{what} still ran after {timeout:.0f} s; log: {log}") from None
+    finally:
+        family.end(grace)
+        process.wait()
 
 
 @contextmanager

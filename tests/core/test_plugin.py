@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from tests.beds.snapshot import differences, snapshot
+from tests.beds.variables import every_variable
 from tests.conftest import FEATURES
 from vllm_ext import plugin
 from vllm_ext.core import caches, process, release
@@ -21,7 +21,6 @@ from vllm_ext.core.effects import PAGE
 from vllm_ext.core.feature import Verdict, effect
 from vllm_ext.core.process import StartRefused
 from vllm_ext.core.report import reports
-from vllm_ext.settings import variables
 
 TARGET = "vllm.entrypoints.pooling.scoring.serving"
 
@@ -123,13 +122,8 @@ def test_every_name_is_known_to_vllm_and_the_compile_key_is_stock(
     from vllm.config.utils import hash_factors
 
     stock = envs.compile_factors()
-    choices = [
-        (f, option) for f in FEATURES.values() for option in f.options if get_args(option.type)
-    ]
-    for name in variables(FEATURES.values()):
-        monkeypatch.setenv(name, "0")
-    for feature, option in choices:
-        monkeypatch.setenv(feature.variable(option), str(option.default))
+    for name, value in every_variable("0").items():
+        monkeypatch.setenv(name, value)
     plugin.register()
     _validate_environ()
     assert os.environ["VLLM_EXT_SCORE_USAGE"] == envs.VLLM_EXT_SCORE_USAGE == "0"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.beds.generating_models import GENERATING_MODELS, SERVE_ARGS
-from tests.beds.layout import release_path
+from tests.beds.checkpoints import write
+from tests.beds.serving import serve
 from tests.beds.tokenizer import WORDS, sentence
 from vllm_ext.checks.server import Server
 from vllm_ext.connectors import CONNECTORS
@@ -62,23 +62,18 @@ class Served:
 
 @contextmanager
 def _serve(model: str, connector: str, release: str, plugin: str, folder: Path) -> Iterator[Served]:
-    GENERATING_MODELS[model](folder / "model")
+    checkpoint = write(model, folder / "model")
     config = json.loads(next(c.config for c in CONNECTORS if c.name == connector))
     config["kv_connector_extra_config"]["cpu_bytes_to_use"] = 1 << 26
-    release_folder = release_path(release)
+    args = [
+        *("--kv-transfer-config", json.dumps(config), "--enable-prompt-tokens-details"),
+        *("--chat-template", "{{ messages[0]['content'] }}"),
+    ]
+    env = {"VLLM_EXT_MAX_LOAD_TOKENS_STRICT": "1", "VLLM_SERVER_DEV_MODE": "1"}
     # Without the feature, not without the plugin: offloading on the CPU is one of its own.
-    setting = {"VLLM_EXT_MAX_LOAD_TOKENS": "0"} if plugin == "without" else {}
-    with Server(
-        folder / "model",
-        log=folder / "log",
-        args=[*SERVE_ARGS, "--kv-transfer-config", json.dumps(config)],
-        env={
-            "VLLM_EXT_MAX_LOAD_TOKENS_STRICT": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            **setting,
-        },
-        pythonpath=[release_folder] if release_folder else [],
-    ) as server:
+    if plugin == "without":
+        env["VLLM_EXT_MAX_LOAD_TOKENS"] = "0"
+    with serve(checkpoint, release, folder / "log", env=env, args=args) as server:
         served = Served(server, [])
         served.reference = served.ask(PROMPT).logprobs
         yield served

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tests.beds.pooling_models import POOLING_MODELS, PoolingModel
 from tests.beds.serving import serve, settled_metric
+from tests.beds.variables import every_variable
 from tests.conftest import FEATURES
 from vllm_ext.checks.server import Server
 from vllm_ext.names import DISABLE, STRICT
-from vllm_ext.settings import variables
 
 pytestmark = pytest.mark.engine
 
@@ -46,14 +46,10 @@ class Served:
         return rise
 
 
-def every_variable() -> dict[str, str]:
+def all_on() -> dict[str, str]:
     """Every name the plugin knows, set: toggles to auto, options on."""
-    values = {name: "1" for name in variables(FEATURES.values())}
-    for feature in FEATURES.values():
-        values[feature.toggle] = "auto"
-        chosen = [option for option in feature.options if get_args(option.type)]
-        values |= {feature.variable(option): str(option.default) for option in chosen}
-    return {**values, DISABLE: "0", STRICT: "0"}
+    toggles = {feature.toggle: "auto" for feature in FEATURES.values()}
+    return {**every_variable("1"), **toggles, DISABLE: "0", STRICT: "0"}
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +59,7 @@ def served(
     """One server per release, plugin setting and model, shared by the tests of this module."""
     folder = tmp_path_factory.mktemp(f"{model}-{release}-{plugin}")
     built = POOLING_MODELS[model](folder / "model")
-    env = every_variable() if plugin == "with" else {}
+    env = all_on() if plugin == "with" else {}
     args = ["--fail-on-environ-validation"] if plugin == "with" else []
     with serve(built, release, folder / "log", plugin=plugin, env=env, args=args) as server:
         yield Served(server, built, server.metric(COUNTER))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.beds.children import environment
+from tests.beds.engines import run_to_end
 from tests.beds.layout import write_distribution
-from vllm_ext.checks.family import Family
 
 BACKEND = "tests.beds.v2.backend"
 # Of a quiet machine an engine needs about a minute.
@@ -104,26 +103,15 @@ def run(release: str, job: Job, folder: Path, *, timeout: float = PATIENCE) -> l
     asked, told, log = (folder / name for name in ("job.json", "answers.json", "log"))
     told.unlink(missing_ok=True)
     asked.write_text(json.dumps(dataclasses.asdict(job), default=str))
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.beds.v2.process", str(asked), str(told)],
-            cwd=folder,
-            env=bed_environment(release, job, folder),
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    family = Family(process.pid)
-    try:
-        status = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(
-            f"vLLM {release} with pcp={job.pcp} wasn't done after {timeout:.0f} s; log: {log}"
-        ) from None
-    finally:
-        family.end(5.0)
-        process.wait()
+    status = run_to_end(
+        [sys.executable, "-m", "tests.beds.v2.process", str(asked), str(told)],
+        bed_environment(release, job, folder),
+        log,
+        timeout,
+        what=f"vLLM {release} with pcp={job.pcp}",
+        grace=5.0,
+        cwd=folder,
+    )
     if status or not told.exists():
         text = log.read_text("utf-8", "replace")[-6000:]
         raise EngineFailed(f"vLLM {release} ended with status {status}, log {log}:\n{text}")
