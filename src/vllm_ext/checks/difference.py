@@ -33,8 +33,7 @@ class Difference:
         shown = (self.new.verdict, self.probe.verdict if self.probe else None)
         if Verdict.NATIVE in shown and self.old.verdict is not Verdict.NATIVE:
             return NATIVE
-        order = list(State)
-        return min((change.state for change in self.changes), key=order.index, default=State.SAME)
+        return self.change.state if self.change else State.SAME
 
     @property
     def lost(self) -> bool:
