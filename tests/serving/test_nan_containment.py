@@ -454,7 +454,9 @@ def test_wiping_takes_the_named_blocks_in_every_layer(rows: int) -> None:
     halves = torch.full((blocks * rows, 4), torch.nan).to(torch.float8_e4m3fn)
     layers = [*(SimpleNamespace(kv_cache=one) for one in (*caches, halves, states))]
     layers += [SimpleNamespace(kv_cache=torch.tensor([])), SimpleNamespace()]
+    layers += [SimpleNamespace(kv_cache=torch.empty((blocks, 2), device="meta"))]
     runner = SimpleNamespace(
+        device=torch.device("cpu"),
         kv_cache_config=SimpleNamespace(num_blocks=blocks),
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
     )
