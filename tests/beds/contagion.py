@@ -7,7 +7,7 @@ don't depend on a batch, and are compared bit by bit with what the fresh engine 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,15 +91,25 @@ def _answer(output: Any) -> Answer:
 
 
 @contextmanager
-def engine(folder: Path, *, caching: bool, dtype: str = "bfloat16", **how: Any) -> Iterator[Engine]:
-    """An engine on a checkpoint written to ``folder``; vLLM is imported here, not before."""
+def engine(
+    folder: Path,
+    *,
+    caching: bool,
+    dtype: str = "bfloat16",
+    shape: Mapping[str, int] | None = None,
+    **how: Any,
+) -> Iterator[Engine]:
+    """An engine on a checkpoint written to ``folder``; vLLM is imported here, not before.
+
+    ``shape``: sizes of the checkpoint, as ``corrupt_llama`` takes them.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _ENVIRON.items():
             patch.setenv(name, value)
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        model = corrupt_llama(folder, dtype=dtype)
+        model = corrupt_llama(folder, dtype=dtype, **(shape or {}))
         llm = LLM(
             str(folder),
             dtype=dtype,

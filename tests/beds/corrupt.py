@@ -62,16 +62,23 @@ class CorruptLlama:
         return [WORD_IDS[word] for word in (_BEGIN, *words)]
 
 
-def corrupt_llama(folder: Path, *, dtype: str = "float32", seed: int = 7) -> CorruptLlama:
+def corrupt_llama(
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    seed: int = 7,
+    hidden: int = _HIDDEN,
+    layers: int = _LAYERS,
+) -> CorruptLlama:
     """Write the checkpoint, float32 or bfloat16, with tokenizer and chat template."""
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(WORD_IDS),
-            hidden_size=_HIDDEN,
-            num_hidden_layers=_LAYERS,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
             num_attention_heads=_HEADS,
             num_key_value_heads=_HEADS,
-            intermediate_size=2 * _HIDDEN,
+            intermediate_size=2 * hidden,
             max_position_embeddings=MAX_MODEL_LEN,
             bos_token_id=WORD_IDS[_BEGIN],
             eos_token_id=WORD_IDS[_END],

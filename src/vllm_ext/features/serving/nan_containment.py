@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, Literal
 
 from vllm_ext.core.feature import Feature, Option, Part, effect
@@ -18,7 +17,8 @@ _POOL = "vllm.v1.core.block_pool:BlockPool"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SECOND = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _SECOND_OUTPUT = "vllm.v1.worker.gpu.async_utils"
-_GENERATE = "vllm.v1.engine.async_llm:AsyncLLM.generate"
+_QUEUE = "vllm.v1.engine.output_processor:RequestOutputCollector"
+_ASYNC = "vllm.v1.engine.async_llm"
 
 
 def end_with_error(
@@ -33,8 +33,7 @@ def end_with_error(
 
     Pooling requests go on: vLLM has no way to tell their clients of an error.
     """
-    found = quarantine.nan_reports(model_runner_output)
-    if not found or FEATURE.setting("POLICY") != "error":
+    if not model_runner_output.num_nans_in_logits or FEATURE.setting("POLICY") != "error":
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
     names = quarantine.take_in(self, scheduler_output, model_runner_output)
     generating = {
@@ -75,22 +74,23 @@ def _answer(outputs: dict[int, Any], request: Any) -> None:
     outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(answer)
 
 
-async def raise_sentence(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> AsyncIterator[Any]:
+def put_sentence(original: Callable[..., Any], self: Any, output: Any) -> Any:
     """A request that ended with an error and words is that error, as on 0.33.0 natively.
 
     What is only marked as ended is dropped from a stream that has sent no token yet.
     """
-    async with contextlib.aclosing(original(self, *args, **kwargs)) as outputs:
-        async for output in outputs:
-            for choice in output.outputs:
-                if choice.finish_reason == "error" and isinstance(choice.stop_reason, str):
-                    from vllm.exceptions import GenerationError
+    choices = getattr(output, "outputs", None)
+    # Exceptions and outputs of pooling have no list of choices.
+    for choice in choices if isinstance(choices, list) else ():
+        if choice.finish_reason == "error" and isinstance(choice.stop_reason, str):
+            from vllm.exceptions import GenerationError
+            from vllm.v1.engine.async_llm import InputStreamError
 
-                    effect("NAN_CONTAINMENT.error_message")
-                    raise GenerationError(choice.stop_reason)
-            yield output
+            effect("NAN_CONTAINMENT.error_message")
+            # AsyncLLM.generate() aborts the other choices and raises the cause of this one.
+            output = InputStreamError(GenerationError(choice.stop_reason))
+            break
+    return original(self, output)
 
 
 FEATURE = Feature(
@@ -188,8 +188,14 @@ FEATURE = Feature(
         Part(
             name="error_message",
             summary="The client reads that its logits are NaN, and its request id.",
-            seams=(Wrap(_GENERATE, raise_sentence),),
-            relies_on=("vllm.v1.engine.output_processor:RequestState._new_completion_output",),
+            seams=(Wrap(f"{_QUEUE}.put", put_sentence),),
+            relies_on=(
+                f"{_QUEUE}.get",
+                f"{_QUEUE}.get_nowait",
+                f"{_ASYNC}:AsyncLLM.generate",
+                f"{_ASYNC}:InputStreamError",
+                "vllm.v1.engine.output_processor:RequestState._new_completion_output",
+            ),
             probe=probes.error_message,
             check=checks.error_message,
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,7 +55,9 @@ class Quarantine:
             setattr(planned.scheduled_cached_reqs, BLOCKS_TO_WIPE, wiped)
         self._handed_on = []
 
-    def report(self, scheduler: Any, planned: Any, found: dict[str, int], others: set[str]) -> None:
+    def report(
+        self, scheduler: Any, planned: Any, found: Mapping[str, int], others: Set[str]
+    ) -> None:
         """A step's report is in; ``found`` has its requests with NaN and their bad tokens.
 
         ``others`` have it in rejected drafts or failed loads only: it isn't theirs.
@@ -63,7 +65,8 @@ class Quarantine:
         number = getattr(planned, _STEP, self._scheduled)
         if found:
             self._take_in(scheduler, planned, found, others, number)
-        self._reported = max(self._reported, number)
+        if number > self._reported:
+            self._reported = number
         while self._freed and self._freed[0][0] <= number:
             self._freed.popleft()
 
@@ -108,7 +111,12 @@ class Quarantine:
                 self._dirty.discard(block.block_id)
 
     def _take_in(
-        self, scheduler: Any, planned: Any, found: dict[str, int], others: set[str], number: int
+        self,
+        scheduler: Any,
+        planned: Any,
+        found: Mapping[str, int],
+        others: Set[str],
+        number: int,
     ) -> None:
         dirty = {block for step, held in self._freed if step >= number for block in held}
         starts = first_tokens(planned)
@@ -235,19 +243,21 @@ def failed_loads(scheduler: Any, output: Any, found: dict[str, int]) -> set[str]
 
 def take_in(scheduler: Any, planned: Any, output: Any) -> set[str]:
     """Put blocks with NaN into quarantine; returns the requests whose NaN it is."""
+    quarantine = quarantine_of(scheduler)
+    if not output.num_nans_in_logits:
+        quarantine.report(scheduler, planned, {}, frozenset())
+        return set()
     found = nan_reports(output)
-    others: set[str] = set()
-    if found:
-        others = rejected_drafts(planned, output, found) | failed_loads(scheduler, output, found)
-    quarantine_of(scheduler).report(scheduler, planned, found, others)
+    others = rejected_drafts(planned, output, found) | failed_loads(scheduler, output, found)
+    quarantine.report(scheduler, planned, found, others)
     return found.keys() - others
 
 
 def quarantine_of(scheduler: Any) -> Quarantine:
     """The quarantine of the scheduler's block pool."""
-    pool = scheduler.kv_cache_manager.block_pool
-    quarantine: Quarantine | None = getattr(pool, _QUARANTINE, None)
+    quarantine: Quarantine | None = getattr(scheduler, _QUARANTINE, None)
     if quarantine is None:
+        pool = scheduler.kv_cache_manager.block_pool
         from vllm.platforms import current_platform
 
         # The kernels of devices read nothing behind a request's last token, so there blocks that
@@ -259,6 +269,7 @@ def quarantine_of(scheduler: Any) -> Quarantine:
             pool, wipe_unreported=on_cpu and not asynchronous, wipe_loading=on_cpu
         )
         setattr(pool, _QUARANTINE, quarantine)
+        setattr(scheduler, _QUARANTINE, quarantine)
     return quarantine
 
 

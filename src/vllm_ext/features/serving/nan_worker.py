@@ -93,21 +93,20 @@ def look(hidden: Any, tokens: int, **where: Any) -> Watch | None:
     None if there is nothing to tell: no hidden states (a pipeline stage that isn't the last), or,
     on a CPU, where nothing waits for the answer, if all of them are finite.
     """
+    # Opposite infinities make NaN, so a finite sum has nothing bad in it, padding included.
+    if getattr(hidden, "is_cpu", False) and math.isfinite(hidden.sum().item()):
+        return None
     import torch
 
     if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or not 0 < tokens <= len(hidden):
         return None
-    sums = hidden[:tokens].flatten(1).sum(-1, dtype=torch.float32)
-    # Opposite infinities make NaN, so a finite sum of sums has no bad one in it.
-    if sums.device.type == "cpu" and math.isfinite(float(sums.sum())):
-        return None
-    return Watch(sums, **where)
+    return Watch(hidden[:tokens].flatten(1).sum(-1, dtype=torch.float32), **where)
 
 
-def _pass_on(watch: Watch | None, output: Any) -> Any:
+def _pass_on(watch: Watch, output: Any) -> Any:
     """Tell now, or when an output that is still on its way is read."""
-    if watch is None or output is None:
-        return output
+    if output is None:
+        return None
     if hasattr(output, "get_output"):
         setattr(output, _WATCH, watch)
     else:
@@ -125,7 +124,8 @@ def watch_sampling(original: Callable[..., Any], self: Any, *args: Any, **kwargs
             plan.total_num_scheduled_tokens,
             scheduled=plan.num_scheduled_tokens,
         )
-    return _pass_on(watch, original(self, *args, **kwargs))
+    output = original(self, *args, **kwargs)
+    return output if watch is None else _pass_on(watch, output)
 
 
 def watch_pooling(
@@ -143,7 +143,7 @@ def watch_pooling(
     output = original(
         self, hidden_states, num_scheduled_tokens, num_scheduled_tokens_np, *args, **kwargs
     )
-    return _pass_on(watch, output)
+    return output if watch is None else _pass_on(watch, output)
 
 
 def watch_second_runner(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,8 @@ def watch_second_runner(original: Callable[..., Any], self: Any, *args: Any, **k
         batch = state.input_batch
         bounds = batch.query_start_loc[: batch.num_reqs + 1]
         watch = look(state.hidden_states, batch.num_tokens, bounds=bounds)
-    return _pass_on(watch, original(self, *args, **kwargs))
+    output = original(self, *args, **kwargs)
+    return output if watch is None else _pass_on(watch, output)
 
 
 def tell_when_read(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
