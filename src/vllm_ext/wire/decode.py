@@ -300,8 +300,8 @@ class _Reading:
     def _misfit(self, path: str, declared: str, raw: Any) -> CaptureError:
         found = {list: "an array", dict: "a map", type(None): "nil"}.get(type(raw), repr(raw)[:40])
         return CaptureError(
-            f"{path} is {declared} in vLLM {self.schema.release}, the message has {found}; is it "
-            "another release's? name that one with --release"
+            f"the message has {found} at {path}, where vLLM {self.schema.release} sends {declared}; "
+            "is it another release's? name that one with --release"
         )
 
 
