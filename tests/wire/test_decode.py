@@ -241,7 +241,7 @@ DAMAGED = {
     "cut": ([PACKED[:-3]], "no msgpack"),
     "rest": ([PACKED + b"\x00"], "no msgpack"),
     "empty": ([b""], "no msgpack"),
-    "a number": ([b"\x2a"], "EngineCoreOutputs is EngineCoreOutputs in vLLM 0.32.0"),
+    "a number": ([b"\x2a"], "has 42, where vLLM 0.32.0 sends EngineCoreOutputs;"),
     "huge array": ([b"\xdd\xff\xff\xff\xff"], "no msgpack"),
     "deep": ([b"\x91" * 100_000 + b"\x90"], "no msgpack"),
     "lost frame": (
@@ -257,7 +257,10 @@ DAMAGED = {
         "the message has an array",
     ),
     "required field": ([msgspec.msgpack.encode([0, [["r"]]])], "lacks new_token_ids"),
-    "another type": ([msgspec.msgpack.encode([0, [[5, [0]]]])], "request_id is str"),
+    "another type": (
+        [msgspec.msgpack.encode([0, [[5, [0]]]])],
+        "has 5 at EngineCoreOutputs.outputs[0].request_id, where vLLM 0.32.0 sends str;",
+    ),
 }
 
 

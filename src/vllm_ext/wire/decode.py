@@ -299,8 +299,9 @@ class _Reading:
 
     def _misfit(self, path: str, declared: str, raw: Any) -> CaptureError:
         found = {list: "an array", dict: "a map", type(None): "nil"}.get(type(raw), repr(raw)[:40])
+        where = "" if path == declared else f" at {path}"
         return CaptureError(
-            f"the message has {found} at {path}, where vLLM {self.schema.release} sends {declared}; "
+            f"the message has {found}{where}, where vLLM {self.schema.release} sends {declared}; "
             "is it another release's? name that one with --release"
         )
 
