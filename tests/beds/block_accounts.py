@@ -51,7 +51,7 @@ def _queues(scheduler: Any) -> list[str]:
     """Every unfinished request is in one queue, once."""
     places = Counter(request.request_id for request in scheduler.running)
     places.update(request.request_id for request in scheduler.waiting)
-    places.update(request.request_id for request in scheduler.skipped_waiting)
+    places.update(request.request_id for request in getattr(scheduler, "skipped_waiting", ()))
     found = [
         f"{name} is in {places[name]} queues"
         for name, request in scheduler.requests.items()

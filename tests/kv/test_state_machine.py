@@ -53,7 +53,7 @@ class Machine(RuleBasedStateMachine):
         caching=st.booleans(),
         policy=st.sampled_from(["recompute", "fail"]),
         by_request=st.booleans(),
-        blocks=st.sampled_from([20, 30, 60]),
+        blocks=st.sampled_from([12, 16, 24, 48]),
         batched_tokens=st.sampled_from([32, 64]),
     )
     def start(self, by_request: bool, blocks: int, **how: Any) -> None:
@@ -65,9 +65,9 @@ class Machine(RuleBasedStateMachine):
         )
 
     @rule(
-        seed=st.integers(1, 3),
+        seed=st.integers(1, 2),
         length=st.integers(10, 110),
-        answer=st.integers(1, 20),
+        answer=st.integers(1, 40),
         stored=st.sampled_from([112, 64, 32, 0]),
         asynchronous=st.booleans(),
         undecided=st.sampled_from([0, 0, 2]),
