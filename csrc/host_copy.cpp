@@ -67,6 +67,7 @@ void check(const char* side, std::int64_t offset, const Span& span, const Held& 
 std::vector<Span> merged(const std::int64_t* rows, std::int64_t count, const std::vector<Held>& sources,
                          const std::vector<Held>& destinations) {
   std::vector<Span> spans;
+  spans.reserve(static_cast<std::size_t>(count));
   for (std::int64_t at = 0; at < count; ++at) {
     const Span span{rows[4 * at], rows[4 * at + 1], rows[4 * at + 2], rows[4 * at + 3]};
     if (span.buffer < 0 || span.buffer >= static_cast<std::int64_t>(sources.size())) {
@@ -124,6 +125,10 @@ void copy_all(const std::vector<Span>& spans, const std::vector<Held>& from, con
     for (std::size_t at = 0; at < spans.size(); ++at) {
       const Span& span = spans[at];
       const Span& next = spans[std::min(at + 1, spans.size() - 1)];
+      // The translation of an address takes as long as some lines: ask for it in time.
+      const Span& later = spans[std::min(at + 2, spans.size() - 1)];
+      _mm_prefetch(to[later.buffer].bytes() + later.destination, _MM_HINT_T0);
+      _mm_prefetch(from[later.buffer].bytes() + later.source, _MM_HINT_NTA);
       copy_streaming(to[span.buffer].bytes() + span.destination, from[span.buffer].bytes() + span.source,
                      static_cast<std::size_t>(span.size), from[next.buffer].bytes() + next.source,
                      static_cast<std::size_t>(next.size));
