@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+# 0.29.0 and 0.30.0 have skipped_waiting, later releases kv_holding_waiting.
+_QUEUES = ("running", "waiting", "skipped_waiting", "kv_holding_waiting")
+
 
 def holders(scheduler: Any) -> Counter[int]:
     """How often each block is held, by the tables of requests and by frees that wait."""
@@ -49,9 +52,8 @@ def _owners(scheduler: Any) -> list[str]:
 
 def _queues(scheduler: Any) -> list[str]:
     """Every unfinished request is in one queue, once."""
-    places = Counter(request.request_id for request in scheduler.running)
-    places.update(request.request_id for request in scheduler.waiting)
-    places.update(request.request_id for request in getattr(scheduler, "skipped_waiting", ()))
+    queues = (getattr(scheduler, name, ()) for name in _QUEUES)
+    places = Counter(request.request_id for queue in queues for request in queue)
     found = [
         f"{name} is in {places[name]} queues"
         for name, request in scheduler.requests.items()

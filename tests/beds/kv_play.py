@@ -395,7 +395,7 @@ class Play:
                 )
         return found
 
-    def finish(self, steps: int = 400) -> list[str]:
+    def finish(self, steps: int = 1500) -> list[str]:
         """Let all transfers succeed until every request has ended; what is wrong then."""
         for _ in range(steps):
             for transfer in self.transfers:

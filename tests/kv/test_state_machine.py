@@ -29,7 +29,8 @@ from vllm_ext.core.seams import locate
 
 GROUPS = (("full",), ("full", "window"), ("full", "mamba"), ("full", "window", "mamba"))
 # Machines a test, in `make test`: more where there is most and least to patch.
-EXAMPLES = {"0.29.0": 40, "0.33.0": 40}
+EXAMPLES = {"0.29.0": 15, "0.33.0": 15}
+FEW = 4
 # What the machine found in vLLM and nothing here repairs; with () it does all that, too.
 LEFT_OUT = (
     "one KV cache group, two batches in flight: a synchronous load fails, and the batch that was "
@@ -38,7 +39,7 @@ LEFT_OUT = (
     "ends when that was the last (Cannot get 1 free blocks from the pool)",
 )
 # Machines within which a fault must have been found.
-FOUND_WITHIN = 60
+FOUND_WITHIN = 200
 DIED = "died of (ValueError: too many values|RuntimeError: A KV connector reported)"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -93,6 +94,13 @@ class Machine(RuleBasedStateMachine):
             if len(shape.groups) == 1 and shape.depth > 1 and not wish["asynchronous"]:
                 wish["faults"] = []
         self.play.add([seed * 1000 + at for at in range(length)], answer, **wish)
+
+    @rule(seed=st.integers(0, 1), answer=st.integers(30, 64))
+    def crowd(self, seed: int, answer: int) -> None:
+        """Four requests that fit when they come and outgrow a small pool together."""
+        for at in range(4):
+            start = 10_000 * (1 + at + 4 * seed)
+            self.play.add(range(start, start + 38), answer)
 
     @rule(times=st.integers(1, 6))
     def tick(self, times: int) -> None:
@@ -184,7 +192,7 @@ def active(installed_release: str) -> Iterator[None]:
 def test_no_block_is_lost_and_every_request_ends(
     active: None, installed_release: str, groups: tuple[str, ...]
 ) -> None:
-    explore(EXAMPLES.get(installed_release, 6), groups=groups)
+    explore(EXAMPLES.get(installed_release, FEW), groups=groups)
 
 
 @pytest.mark.area("kv")
@@ -195,7 +203,7 @@ def test_no_block_is_lost_with_an_offloading_tier(
     """Caps hold, too, and what comes back from the tier is what went there."""
     from tests.beds.offload_play import OffloadPlay
 
-    explore(EXAMPLES.get(installed_release, 6), groups=groups, play_class=OffloadPlay)
+    explore(EXAMPLES.get(installed_release, FEW), groups=groups, play_class=OffloadPlay)
 
 
 @pytest.fixture
@@ -211,12 +219,12 @@ def patched(installed_release: str, plugin: str) -> Iterator[None]:
 def test_the_machine_finds_what_failed_loads_do_to_several_groups(
     patched: None, plugin: str
 ) -> None:
-    explore(FOUND_WITHIN, groups=GROUPS[1], shrink=plugin == "with")
+    explore(40, groups=GROUPS[1], shrink=plugin == "with")
 
 
 @pytest.mark.behaviour("PREEMPTION_FENCE.fence", wrong=r"never ended: r\d")
 def test_the_machine_finds_a_livelock(patched: None, plugin: str) -> None:
-    explore(FOUND_WITHIN, faults=False, shrink=plugin == "with")
+    explore(40, faults=False, shrink=plugin == "with")
 
 
 def _lose_a_block(original: Any, self: Any, blocks: Any) -> None:
@@ -225,7 +233,7 @@ def _lose_a_block(original: Any, self: Any, blocks: Any) -> None:
 
 def _free_a_block_twice(original: Any, self: Any, blocks: Any) -> None:
     blocks = list(blocks)
-    original(self, blocks + [block for block in blocks[:1] if block.ref_cnt > 1])
+    original(self, blocks + [block for block in blocks if block.ref_cnt > 1][:1])
 
 
 def _free_at_once(original: Any, self: Any, request: Any) -> None:
@@ -241,11 +249,11 @@ def _cache_one_more(original: Any, self: Any, request: Any, tokens: int) -> None
 
 
 FAULTS = {
-    "a-block-is-lost": (f"{_POOL}.free_blocks", _lose_a_block, "counted 1 times and held 0"),
+    "a-block-is-lost": (f"{_POOL}.free_blocks", _lose_a_block, r"counted \d times and held \d"),
     "a-block-is-freed-twice": (
         f"{_POOL}.free_blocks",
         _free_a_block_twice,
-        "free and held|counted",
+        r"free and held|counted \d times and held \d",
     ),
     "freed-before-the-batch-is-through": (
         f"{_SCHEDULER}._free_request_blocks",
@@ -281,6 +289,15 @@ def test_the_machine_finds_what_is_broken(
     monkeypatch.setattr(place.owner, place.name, broken)
     with pytest.raises(AssertionError, match=told):
         explore(FOUND_WITHIN, shrink=False)
+
+
+@pytest.mark.area("kv")
+@pytest.mark.parametrize("groups", [("full",), ("full", "mamba")], ids="+".join)
+def test_what_is_left_out_is_still_wrong(active: None, groups: tuple[str, ...]) -> None:
+    """If this fails on every release, remove what it is about from LEFT_OUT."""
+    told = {1: "got wrong tokens", 2: "Cannot get 1 free blocks"}[len(groups)]
+    with pytest.raises(AssertionError, match=told):
+        explore(FOUND_WITHIN, groups=groups, left_out=(), shrink=False)
 
 
 @pytest.mark.area("kv")
