@@ -395,9 +395,12 @@ class Play:
                 )
         return found
 
-    def finish(self, steps: int = 1500) -> list[str]:
-        """Let all transfers succeed until every request has ended; what is wrong then."""
-        for _ in range(steps):
+    def finish(self) -> list[str]:
+        """Let all transfers end until every request has; what is wrong then.
+
+        One after another they take some 70 steps each; twice that is the bound.
+        """
+        for _ in range(200 + 150 * len(self.unfinished)):
             for transfer in self.transfers:
                 transfer.ready = True
             if not (self.unfinished or self.flying or self.transfers or self.scheduler.requests):

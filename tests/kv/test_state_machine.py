@@ -31,6 +31,8 @@ GROUPS = (("full",), ("full", "window"), ("full", "mamba"), ("full", "window", "
 # Machines a test, in `make test`: more where there is most and least to patch.
 EXAMPLES = {"0.29.0": 15, "0.33.0": 15}
 FEW = 4
+# Requests at once from which on no more come.
+MOST = 8
 # What the machine found in vLLM and nothing here repairs; with () it does all that, too.
 LEFT_OUT = (
     "one KV cache group, two batches in flight: a synchronous load fails, and the batch that was "
@@ -72,6 +74,7 @@ class Machine(RuleBasedStateMachine):
             Shape(self.groups, blocks + extra, by_request=by_request, **how)
         )
 
+    @precondition(lambda self: len(self.play.unfinished) < MOST)
     @rule(
         seed=st.integers(1, 2),
         length=st.integers(10, 110),
@@ -95,6 +98,7 @@ class Machine(RuleBasedStateMachine):
                 wish["faults"] = []
         self.play.add([seed * 1000 + at for at in range(length)], answer, **wish)
 
+    @precondition(lambda self: len(self.play.unfinished) < MOST)
     @rule(seed=st.integers(0, 1), answer=st.integers(30, 64))
     def crowd(self, seed: int, answer: int) -> None:
         """Four requests that fit when they come and outgrow a small pool together."""
