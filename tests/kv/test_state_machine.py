@@ -39,8 +39,8 @@ LEFT_OUT = (
     "planned upon it is taken for an answer",
     "state-space layers: a synchronous load takes a block more than vLLM counts, and the engine "
     "ends when that was the last (Cannot get 1 free blocks from the pool)",
-    "0.29.0 and 0.30.0: a request that waits for blocks stands before those whose loads are through "
-    "and hold them, and all wait for ever (Play.finish has them aborted then)",
+    "0.29.0 and 0.30.0: a request that waits for blocks stands before those whose loads are "
+    "through and hold them, and all wait for ever (Play.finish has them aborted then)",
 )
 # Machines within which a fault must have been found.
 FOUND_WITHIN = 200
@@ -274,7 +274,7 @@ FAULTS = {
     "cached-before-it-is-there": (
         "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks",
         _cache_one_more,
-        "holds something else|wrong tokens",
+        "holds something else|wrong tokens|died of",
     ),
 }
 
