@@ -250,10 +250,6 @@ def _wait_for_no_transfer(original: Any, self: Any, request: Any, **how: Any) ->
     return original(self, request)
 
 
-def _cache_one_more(original: Any, self: Any, request: Any, tokens: int) -> None:
-    original(self, request, min(tokens + 16, request.num_tokens))
-
-
 FAULTS = {
     "a-block-is-lost": (f"{_POOL}.free_blocks", _lose_a_block, r"counted \d times and held \d"),
     "a-block-is-freed-twice": (
@@ -270,11 +266,6 @@ FAULTS = {
         f"{_SCHEDULER}._free_request",
         _wait_for_no_transfer,
         "are free while r. has a (load|send) in flight|died of",
-    ),
-    "cached-before-it-is-there": (
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks",
-        _cache_one_more,
-        "holds something else|wrong tokens|died of",
     ),
 }
 
