@@ -2,9 +2,10 @@
 
 Each round times every case in turn, the order turning from round to round; the ratio is taken
 inside a round, so a busy machine moves both sides. A case is one job of 256 MiB: KV blocks of one
-layer of a given size, at random places of a KV cache and of host memory, or in a row. The
-compiled copy, and what takes over where it was not built. Besides: how far a loop in Python comes
-in the main thread while copies run in their own, as a share of how far it comes alone.
+layer of a given size, at random places of a KV cache and of host memory, or in a row. Beside the
+compiled copy: memcpy of all bytes at once, memcpy of the same pieces, one after another, and what
+takes over where nothing was compiled. Besides: how far a loop in Python comes in the main thread
+while copies run in their own, as a share of how far it comes alone.
 
     python -m benchmarks.host_copy [--rounds 15] [--json FILE]
 """
@@ -30,7 +31,7 @@ from vllm_ext.connectors.host_copy import HostCopy, Lane, Move
 BYTES = 256 * 1024**2
 # Bytes of one block of one layer: 32 tokens of a small model, of Llama-3-8B in bfloat16 (128 KiB).
 PAGES = (4096, 32768, 131072)
-MEMCPY = "memcpy"
+MEMCPY, PIECES = "memcpy", "memcpy, scattered"
 Run = Callable[[], Any]
 
 
@@ -49,10 +50,25 @@ def cases(page: int) -> dict[str, Run]:
 
     return {
         MEMCPY: lambda: np.copyto(target, source),
+        PIECES: _piece_by_piece(job(*mixed)),
         "scattered": job(*mixed),
         "in a row": job(rows, rows),
         "scattered, not compiled": _not_compiled(job(*mixed)),
     }
+
+
+def _piece_by_piece(run: Run) -> Run:
+    """The same job with nothing fetched ahead and no store past the caches."""
+
+    def without() -> None:
+        defaults = native.copy_spans.__defaults__
+        native.copy_spans.__defaults__ = (2**62,)
+        try:
+            run()
+        finally:
+            native.copy_spans.__defaults__ = defaults
+
+    return without
 
 
 def _not_compiled(run: Run) -> Run:
@@ -111,6 +127,11 @@ def progress(rounds: int, page: int) -> list[float]:
     return shares
 
 
+def _ratio(base: list[float], spent: list[float]) -> Spread:
+    """Speed of a case by that of another one, taken round by round."""
+    return Spread.of([bare / mine for bare, mine in zip(base, spent, strict=True)])
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -126,15 +147,17 @@ def main() -> None:
     table = Table(title="256 MiB a job", caption="medians with 95 % interval")
     for heading in ("block", "copy"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("GB/s", "of memcpy's speed"):
+    for heading in ("GB/s", "of memcpy's speed", "of that of memcpy, scattered"):
         table.add_column(heading, justify="right")
     for page, by_case in figures.items():
         for name, spent in by_case.items():
             speed = Spread.of([BYTES / value / 1e9 for value in spent])
-            pairs = zip(by_case[MEMCPY], spent, strict=True)
-            ratio = Spread.of([bare / mine for bare, mine in pairs])
+            ratios = [
+                "" if name == base else _ratio(by_case[base], spent).text(2)
+                for base in (MEMCPY, PIECES)
+            ]
             first = f"{page // 1024} KiB" if name == MEMCPY else ""
-            table.add_row(first, name, speed.text(1), "" if name == MEMCPY else ratio.text(2))
+            table.add_row(first, name, speed.text(1), *ratios)
     console.print(table)
     kept = Spread.of(progress(options.rounds, PAGES[-1]))
     console.print(f"a Python loop beside a job keeps {kept.text(2)} of its turns")

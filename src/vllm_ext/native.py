@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 OPS_LIBRARY = Path(__file__).with_name("_ops.so")
+# Bytes of a copy from which on it would push all else out of the caches.
+STREAMING_FROM = 4 * 1024**2
 _FALL_BACK = {"_C": "pure Python takes over", "_ops": "torch's own operators take over"}
 
 
@@ -51,18 +53,20 @@ def copy_spans(
     sources: Sequence[numpy.ndarray[Any, Any]],
     destinations: Sequence[numpy.ndarray[Any, Any]],
     spans: numpy.ndarray[Any, Any],
+    streaming_from: int = STREAMING_FROM,
 ) -> int:
     """Copy spans between buffers, ``sources[i]`` to ``destinations[i]``; returns the bytes copied.
 
     Buffers are 1-D arrays of bytes (uint8, C-contiguous). ``spans`` is int64 [n, 4]: buffer, source
     offset, destination offset and size, all in bytes. Destinations must not overlap. The compiled
-    extension holds no interpreter lock meanwhile.
+    extension holds no interpreter lock meanwhile, and copies a job of at least ``streaming_from``
+    bytes past the caches.
 
     Raises IndexError, and copies nothing, if a span leaves its buffers.
     """
     extension = _buffers()
     if extension is not None:
-        return int(extension.copy_spans(sources, destinations, spans))
+        return int(extension.copy_spans(sources, destinations, spans, streaming_from))
     _check_spans(sources, destinations, spans)
     for buffer, source, destination, size in spans.tolist():
         destinations[buffer][destination : destination + size] = sources[buffer][

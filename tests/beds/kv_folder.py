@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from tests.beds.kv_store import Fault, armed_faults
+from tests.beds.kv_store import Fault, armed_faults, note_load
 
 _GARBAGE = 3.0
 
@@ -71,6 +71,8 @@ class KVFolder(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._caches: dict[str, list[torch.Tensor]] = {}
         self._invalid: set[int] = set()
         self._arrived: set[str] = set()
+        self._every = int(extra.get("fails_every", 0))
+        self._carried_out = 0
 
     # Scheduler
 
@@ -168,8 +170,7 @@ class KVFolder(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         loads = self._get_connector_metadata().loads
         for name in dict.fromkeys(load.request for load in loads):
             mine = [load for load in loads if load.request == name]
-            with armed_faults(self._folder) as armed:
-                fault = Fault(**armed.pop(0)) if armed else None
+            fault = self._next_fault()
             for load in mine:
                 self._load(load)
             if fault and fault.kind != "lose":
@@ -177,6 +178,18 @@ class KVFolder(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._spoil(filled[fault.at], fault)
             if self._asynchronous and not (fault and fault.kind == "lose"):
                 self._arrived.add(name)
+
+    def _next_fault(self) -> Fault | None:
+        """What an armed fault, or else the rate of failures, does to the next load."""
+        self._carried_out += 1
+        with armed_faults(self._folder) as armed:
+            fault = Fault(**armed.pop(0)) if armed else None
+        if self._every:
+            turn, due = divmod(self._carried_out, self._every)
+            if fault is None and due == 0:
+                fault = Fault("fail", turn % len(self._layers))
+            note_load(self._folder, fault)
+        return fault
 
     def _load(self, load: Transfer) -> None:
         stored = torch.load(self._path(load.key), weights_only=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 _FAULTS = "faults.json"
+_LOADS = "loads"
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,26 @@ class Fault:
 
 
 def transfer_config(
-    folder: Path, *, asynchronous: bool = False, role: str = "kv_both", **more: Any
+    folder: Path,
+    *,
+    asynchronous: bool = False,
+    role: str = "kv_both",
+    fails_every: int = 0,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Arguments of ``KVTransferConfig``; ``more`` are further ones, such as the load policy."""
+    """Arguments of ``KVTransferConfig``; ``more`` are further ones, such as the load policy.
+
+    ``fails_every``: of so many loads one fails, in the KV groups by turns; ``carried_out`` counts.
+    """
     return {
         "kv_connector": "KVFolder",
         "kv_connector_module_path": "tests.beds.kv_folder",
         "kv_role": role,
-        "kv_connector_extra_config": {"folder": str(folder), "asynchronous": asynchronous},
+        "kv_connector_extra_config": {
+            "folder": str(folder),
+            "asynchronous": asynchronous,
+            "fails_every": fails_every,
+        },
         **more,
     }
 
@@ -61,6 +74,19 @@ def armed_faults(folder: Path) -> Iterator[list[dict[str, Any]]]:
         file.seek(0)
         file.truncate()
         file.write(json.dumps(armed))
+
+
+def note_load(folder: Path, fault: Fault | None) -> None:
+    """Tell ``carried_out`` of one more load."""
+    with (folder / _LOADS).open("a") as file:
+        file.write(f"{fault.kind if fault else 'done'}\n")
+
+
+def carried_out(folder: Path) -> tuple[int, int]:
+    """Loads with a rate of failures so far, and how many of them failed."""
+    path = folder / _LOADS
+    told = path.read_text().split() if path.exists() else []
+    return len(told), told.count("fail")
 
 
 def as_json(config: Mapping[str, Any]) -> str:

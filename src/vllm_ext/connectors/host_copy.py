@@ -87,20 +87,21 @@ class HostCopy:
             lane.shutdown()
 
     def _spans(self, moves: Iterable[Move], to_host: bool) -> Rows:
-        blocks = [np.empty((0, 4), np.int64)]
-        for move in moves:
+        wanted = list(moves)
+        spans = np.empty((sum(len(move.cache_rows) for move in wanted), 4), np.int64)
+        at = 0
+        for move in wanted:
             cache, host = self._cache[move.tensor], self._host[move.tensor]
-            if len(move.cache_rows) != len(move.host_rows):
-                raise ValueError(
-                    f"{len(move.cache_rows)} KV cache rows for {len(move.host_rows)} host rows"
-                )
-            block = np.empty((len(move.cache_rows), 4), np.int64)
+            count = len(move.cache_rows)
+            if count != len(move.host_rows):
+                raise ValueError(f"{count} KV cache rows for {len(move.host_rows)} host rows")
+            block = spans[at : at + count]
             block[:, 0] = move.tensor
             block[:, 1 if to_host else 2] = cache.offsets(move.cache_rows, move.size)
             block[:, 2 if to_host else 1] = host.offsets(move.host_rows, move.size)
             block[:, 3] = move.size
-            blocks.append(block)
-        return np.concatenate(blocks)
+            at += count
+        return spans
 
 
 def _copy(

@@ -34,6 +34,8 @@ class Offload:
         unit: int | None = None,
         blocks: int = 400,
         batched_tokens: int = LENGTH,
+        caching: bool = True,
+        overlapped: bool = False,
         **extra: Any,
     ) -> None:
         parts = [group.split(":") for group in groups]
@@ -42,7 +44,8 @@ class Offload:
         self.drafts = ["draft" in part for part in parts]
         self.unit = unit or min(self.sizes)
         self.blocks_per_chunk = extra.get("blocks_per_chunk", 1)
-        self.scheduler = self._make(connector, blocks, batched_tokens, extra)
+        how = {"batched_tokens": batched_tokens, "caching": caching, "overlapped": overlapped}
+        self.scheduler = self._make(connector, blocks, extra, **how)
         self.connector = self.scheduler.connector
         self.loads: list[tuple[str, int]] = []
         allocated = self.connector.update_state_after_alloc
@@ -59,7 +62,7 @@ class Offload:
         """The scheduler side of OffloadingConnector; None with another connector."""
         return getattr(self.connector, "connector_scheduler", None)
 
-    def _make(self, connector: str, blocks: int, batched: int, extra: dict[str, Any]) -> Any:
+    def _make(self, connector: str, blocks: int, extra: dict[str, Any], **how: Any) -> Any:
         from vllm.config import KVTransferConfig
         from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
@@ -86,11 +89,11 @@ class Offload:
         return make_scheduler(
             self.kinds,
             blocks,
-            batched_tokens=batched,
             transfer=transfer,
             kv_cache=KVCacheConfig(blocks + 1, kv_cache_tensors=[tensor], kv_cache_groups=specs),
             block_size=max(self.sizes),
             unit=self.unit,
+            **how,
         )
 
     def request(self, name: str, tokens: Sequence[int], answer: int = 1, **transfer: Any) -> Any:
