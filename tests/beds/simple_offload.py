@@ -51,24 +51,24 @@ class PlayedOffload(Offload):
         """Tokens loaded, by request."""
         return dict(self.loads)
 
-    def ask(self, name: str, tokens: Sequence[int], answer: int = 4, **transfer: Any) -> int:  # type: ignore[override]
+    def serve(self, name: str, tokens: Sequence[int], answer: int = 4, **transfer: Any) -> int:
         """Run one request to its end; tokens of it that were loaded."""
         self.scheduler.add_request(self.request(name, tokens, answer=answer, **transfer))
         self.run(200)
         return self.external.get(name, 0)
 
-    def ask_again(self, tokens: Sequence[int], **how: Any) -> int:
+    def serve_again(self, tokens: Sequence[int], **how: Any) -> int:
         """The same with nothing left of it on the device."""
         self.settle()
         self.forget_local()
-        return self.ask(f"again-{len(self.loads)}-{self._now}", tokens, **how)
+        return self.serve(f"again-{len(self.loads)}-{self._now}", tokens, **how)
 
     def settle(self) -> None:
-        """Steps until no copy is under way."""
-        for _ in range(20):
+        """Steps until one leaves nothing to copy."""
+        for _ in range(50):
+            self.step()
             if not self.manager.has_pending_stores() and not self._pending:
                 return
-            self.step()
         raise RuntimeError("copies that don't end")
 
     def check_host(self) -> list[str]:

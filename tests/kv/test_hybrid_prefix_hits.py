@@ -13,7 +13,7 @@ import pytest
 from tests.beds.registered import registered
 from tests.beds.simple_offload import PlayedOffload
 from vllm_ext.core.effects import PAGE
-from vllm_ext.features.kv.hybrid_prefix_hits_probes import preempt, stream
+from vllm_ext.features.kv.hybrid_prefix_hits_probes import fill_host, preempt, stream
 
 FINE = "HYBRID_PREFIX_HITS.fine_hits"
 UNIT = 4
@@ -73,21 +73,18 @@ def nothing_wrong(bed: PlayedOffload) -> None:
 def nothing_held(bed: PlayedOffload) -> None:
     """No block is held when all requests and copies are done, and the caches can be reset."""
     bed.settle()
-    bed.step()
     assert bed.held() == (0, 0)
     assert bed.connector.reset_cache() is True
 
 
 @pytest.mark.behaviour(FINE, wrong=r"loads \d+ of \d+ tokens")
-@pytest.mark.parametrize(
-    ("length", "end"), [(176, 160), (112, 96), (130, 128), (300, 288), (34, 32)]
-)
+@pytest.mark.parametrize(("length", "end"), [(176, 160), (112, 96), (300, 288), (34, 32)])
 def test_a_prompt_is_found_up_to_its_last_key(patched: None, length: int, end: int) -> None:
     """Blocks of 128 tokens, keys of 32, as of an LFM2 with --prefix-match-unit 32."""
     bed = PlayedOffload(["full:128", "mamba:128"], unit=32)
     prompt = list(range(1, length + 1))
-    assert bed.ask("first", prompt) == 0
-    loaded = bed.ask_again(prompt)
+    assert bed.serve("first", prompt) == 0
+    loaded = bed.serve_again(prompt)
     assert loaded == end, f"loads {loaded} of {end} tokens"
     nothing_wrong(bed)
     nothing_held(bed)
@@ -102,8 +99,8 @@ def test_all_lengths_in_all_kinds_of_groups(
     bed = PlayedOffload(groups, unit=UNIT, late=late)
     for length in range(5, 80):
         prompt = [length + 1000, *range(1, length)]
-        bed.ask(f"first-{length}", prompt)
-        loaded = bed.ask_again(prompt)
+        bed.serve(f"first-{length}", prompt)
+        loaded = bed.serve_again(prompt)
         # The last token is always computed; a prompt that ends with a key is another test.
         end = length // UNIT * UNIT
         if end < length:
@@ -122,7 +119,7 @@ def test_a_prompt_that_grows(patched: None) -> None:
         tokens += range(100 * turn, 100 * turn + 13)
         bed.settle()
         bed.forget_local()
-        loaded = bed.ask(f"turn-{turn}", tokens)
+        loaded = bed.serve(f"turn-{turn}", tokens)
         assert loaded == end, f"loads {loaded} of {end} tokens"
     nothing_wrong(bed)
     nothing_held(bed)
@@ -134,8 +131,8 @@ def test_what_a_request_computes_last_is_stored(patched: None, groups: list[str]
     """Also of models without Mamba: a request that ends in the step that fills its last block."""
     bed = PlayedOffload(groups)
     prompt = list(range(1, 66))
-    bed.ask("first", prompt, answer=1)
-    loaded = bed.ask_again(prompt, answer=1)
+    bed.serve("first", prompt, answer=1)
+    loaded = bed.serve_again(prompt, answer=1)
     assert loaded == 64, f"loads {loaded} of 64 tokens"
     nothing_wrong(bed)
     nothing_held(bed)
@@ -145,8 +142,8 @@ def test_a_state_at_the_very_end_of_a_prompt(active: None, installed_release: st
     """A prompt that ends with a key, one token answered: nobody hands its state over."""
     bed = PlayedOffload(["full:16", "mamba:16"], unit=UNIT)
     prompt = list(range(1, 21))
-    bed.ask("first", prompt, answer=1)
-    loaded = bed.ask_again([*prompt, 7, 8])
+    bed.serve("first", prompt, answer=1)
+    loaded = bed.serve_again([*prompt, 7, 8])
     # From 0.30.0 on this is vLLM's own business, and it computes such a prompt again.
     assert loaded == (20 if installed_release == "0.29.0" else 0)
     nothing_wrong(bed)
@@ -216,7 +213,7 @@ def test_the_bed_notices_wrong_bytes(
         bed.settle()
         assert bed.check_host()
         return
-    bed.ask("first", prompt)
+    bed.serve("first", prompt)
     bed.settle()
     if what == "stored":
         for held in bed.host.values():
@@ -226,7 +223,7 @@ def test_the_bed_notices_wrong_bytes(
         monkeypatch.setattr(
             bed, "_start", lambda *args: PlayedOffload._start(bed, *args[:-1], args[-1][::-1])
         )
-    assert bed.ask_again(prompt) == 68
+    assert bed.serve_again(prompt) == 68
     assert bed.problems
 
 
@@ -235,11 +232,11 @@ def test_a_cap_inside_a_block(patched: None) -> None:
     """kv_transfer_params.max_load_tokens, by MAX_LOAD_TOKENS, which finds what is stored below."""
     bed = PlayedOffload(["full:16", "mamba:16"], unit=UNIT)
     for end in (6, 23, 39):
-        bed.ask(f"first-{end}", list(range(1, end)))
+        bed.serve(f"first-{end}", list(range(1, end)))
     bed.settle()
     for cap, end in CAPS:
         bed.forget_local()
-        loaded = bed.ask(f"cap-{cap}", list(range(1, 60)), max_load_tokens=cap)
+        loaded = bed.serve(f"cap-{cap}", [*range(1, 39), *[cap + 100] * 21], max_load_tokens=cap)
         assert loaded == end, f"cap {cap} loads {loaded}"
     nothing_wrong(bed)
 
@@ -248,10 +245,10 @@ def test_a_cap_inside_a_block(patched: None) -> None:
 def test_lazy_mode_survives_a_prefix_that_ends_inside_a_block(patched: None) -> None:
     bed = PlayedOffload(["full:16", "mamba:16"], unit=UNIT, blocks=40, lazy_offload=True)
     prompt = list(range(1, 24))
-    bed.ask("first", prompt)
+    bed.serve("first", prompt)
     for _ in range(3):
         bed.step()
-    assert bed.ask_again(prompt) == 16
+    assert bed.serve_again(prompt) == 16
     nothing_wrong(bed)
 
 
@@ -259,7 +256,7 @@ def test_lazy_mode_survives_a_prefix_that_ends_inside_a_block(patched: None) -> 
 def test_prompt_logprobs_load_nothing(patched: None) -> None:
     bed = PlayedOffload(["full"])
     prompt = list(range(1, 66))
-    bed.ask("first", prompt)
+    bed.serve("first", prompt)
     bed.settle()
     bed.forget_local()
     request = bed.request("probe", prompt)
@@ -276,12 +273,12 @@ def test_prompt_logprobs_load_nothing(patched: None) -> None:
 def test_chunked_local_attention_reads_what_it_needs(patched: None) -> None:
     """Half a chunk is on the device, the rest of the prompt on the host."""
     bed = PlayedOffload(["full", "chunked"])
-    prompt = list(range(1, 70))
-    bed.ask("first", prompt)
+    prompt = list(range(1, 61))
+    bed.serve("first", prompt)
     bed.settle()
     bed.forget_local()
-    bed.ask("half", [*prompt[:16], 0, 0])
-    bed.ask("whole", prompt)
+    bed.serve("half", [*prompt[:16], 0, 0])
+    bed.serve("whole", prompt)
     assert bed.problems == [], bed.problems
     nothing_held(bed)
 
@@ -321,7 +318,7 @@ def test_what_comes_with_streamed_input_is_stored(patched: None) -> None:
 def test_a_reset_while_a_hit_is_pending(patched: None) -> None:
     bed = PlayedOffload(["full"])
     prompt = list(range(1, 66))
-    bed.ask("first", prompt, answer=4)
+    bed.serve("first", prompt, answer=4)
     bed.settle()
     request = bed.request("probe", prompt)
     assert bed.lookup(request, 0) == 64
@@ -346,7 +343,7 @@ def test_a_reset_at_any_time_leaves_nothing_held(active: None, late: int) -> Non
         bed.settle()
         assert bed.check_host() == []
         bed.forget_local()
-        bed.ask("second", prompt)
+        bed.serve("second", prompt)
         assert bed.problems == []
         nothing_held(bed)
 
@@ -355,16 +352,17 @@ def test_a_reset_at_any_time_leaves_nothing_held(active: None, late: int) -> Non
 def test_states_that_find_no_room_are_told(patched: None, logged: list[str]) -> None:
     """By a line of ours on 0.29.0 and 0.30.0, by vLLM's metrics later."""
     before = counted("counters")
-    bed = PlayedOffload(["full:16", "mamba:16"], unit=UNIT, cpu_bytes_to_use=3 * 1024)
-    bed.ask("first", list(range(1, 100)))
-    bed.ask("second", list(range(100, 200)))
-    stats = bed.connector.get_kv_connector_stats()
+    bed = PlayedOffload(["full:16", "mamba:16"], unit=UNIT)
+    told = fill_host(bed)
+    bed.serve("first", list(range(1, 100)))
+    bed.serve("second", list(range(100, 200)))
+    bed.connector.get_kv_connector_stats()
     lines = [line for line in logged if line.startswith("HYBRID_PREFIX_HITS: ")]
-    assert stats or lines, "told by no metric and no line"
+    metrics = any("dropped_cpu_full" in stats for stats in told)
+    assert metrics or lines, "told by no metric and no line"
     kept = bed.connector.get_boundary_store_stats()
-    assert kept.published == kept.stored + kept.dropped_cpu_full + kept.skipped_in_flight
-    assert kept.dropped_cpu_full > 0
-    if not stats:
+    assert kept.published == kept.dropped_cpu_full >= 2
+    if not metrics:
         assert counted("counters") - before == kept.dropped_cpu_full
         assert len(lines) == 1
         assert "raise cpu_bytes_to_use in --kv-transfer-config" in lines[0]
