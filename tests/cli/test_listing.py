@@ -58,6 +58,7 @@ VERDICTS = {
         **dict.fromkeys(
             ("fine_hits", "lazy", "skip_reading"), "active native native native native"
         ),
+        "lost_keys": "active active active active active",
         "chunk_start": "active active active active native",
         "preempted_rows": "active active active native native",
         "full_rows": "active active active active native",

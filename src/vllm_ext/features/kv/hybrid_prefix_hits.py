@@ -245,10 +245,12 @@ FEATURE = Feature(
         "end inside a block. On 0.29.0 SimpleCPUOffloadConnector stores whole blocks alone: "
         "prompts below a block are never found and longer ones lose their end; with lazy_offload "
         "the engine dies when such a prefix is found; and what a request computes in its last "
-        "steps is not stored, whatever the model. Later releases repaired more that all before "
-        "them have: loads for requests that must compute their prompt (0.30.0), tables that are "
-        "wrong after a preemption (0.32.0), resets that fail (0.32.0), blocks left out of loads "
-        "with chunked local attention and tables that are stated twice (0.33.0)."
+        "steps is not stored, whatever the model. On every release a block that loses its key "
+        "while it is copied, as after a failed load, ends the engine, or is found though it is "
+        "invalid (0.29.0). Later releases repaired what all before them have: loads for requests "
+        "that must compute their prompt (0.30.0), tables that are wrong after a preemption "
+        "(0.32.0), resets that fail (0.32.0), blocks left out of loads with chunked local "
+        "attention and tables that are stated twice (0.33.0)."
     ),
     upstream_pr=(54736, 53532, 54998, 57816),
     parts=(
@@ -266,7 +268,7 @@ FEATURE = Feature(
                 Wrap(f"{_MANAGER}.has_pending_stores", stores.has_stores),
                 Wrap(f"{_MANAGER}.reset", stores.forget_stores),
                 Wrap(f"{_WORKER}.wait_for_save", stores.start_stores_once),
-                Wrap(f"{_WORKER}.get_finished", stores.start_stores_first),
+                Wrap(f"{_WORKER}.clear_connector_metadata", stores.start_stores_first),
                 Add(f"{_CONNECTOR}.has_pending_push_work", _make_has_pending_push_work),
                 Add(f"{_CONNECTOR}.get_boundary_store_stats", _make_get_boundary_store_stats),
             ),
@@ -288,6 +290,13 @@ FEATURE = Feature(
                 "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit",
             ),
             probe=probes.lazy,
+        ),
+        Part(
+            name="lost_keys",
+            summary="A block that loses its key while it is stored is let go, and ends no engine.",
+            seams=(Wrap(f"{_MANAGER}._process_store_completion", stores.drop_lost),),
+            relies_on=(f"{_MANAGER}._release_transfer_refs",),
+            probe=probes.lost_keys,
         ),
         Part(
             name="skip_reading",

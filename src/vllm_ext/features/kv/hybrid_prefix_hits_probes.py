@@ -58,6 +58,36 @@ def lazy() -> Judgement:
     return Judgement(Verdict.NATIVE, "a prefix that ends inside a block is taken up to the block")
 
 
+def lost_keys() -> Judgement:
+    """Blocks that are taken from the prefix cache while they are copied, as after a failed load."""
+    bed = make_bed(["full"])
+    request = bed.request("storing", _LONG, answer=4)
+    bed.scheduler.add_request(request)
+    try:
+        lost = lose_keys(bed)
+        bed.run()
+    except AssertionError:
+        return Judgement(
+            Verdict.ACTIVE, "a block that loses its key while it is stored ends in AssertionError"
+        )
+    found = bed.lookup(bed.request("probe", _LONG), 0)
+    return _told(
+        not found,
+        f"of {lost} blocks that lost their keys while they were stored {found} tokens are found",
+    )
+
+
+def lose_keys(bed: Offload) -> int:
+    """Steps up to one that stores, in which those blocks lose their keys; how many they are."""
+    while True:
+        planned = bed.scheduler.schedule()
+        stored = planned.kv_connector_metadata.store_gpu_blocks
+        bed.scheduler.kv_cache_manager.evict_blocks(set(stored))
+        bed.scheduler.update_from_output(planned, bed._output(planned))
+        if stored:
+            return len(stored)
+
+
 def skip_reading() -> Judgement:
     """A request that must compute all of a prompt that is stored."""
     bed = make_bed(["full"])

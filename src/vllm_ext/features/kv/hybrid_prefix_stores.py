@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any
+
+from vllm_ext.core.feature import effect
 
 # Outcomes of a hand-off, in the words of vLLM 0.30.0 and later.
 _DROPPED = ("dropped_cpu_full", "dropped_request_gone", "dropped_null_block", "dropped_not_hashed")
@@ -236,6 +239,34 @@ def register_all_keys(
     return result
 
 
+def drop_lost(
+    original: Callable[..., Any],
+    self: Any,
+    gpu_block_ids: list[int],
+    cpu_block_ids: list[int],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Let go of copied blocks whose source has lost its keys: nothing says what is in them.
+
+    Further arguments are lists with an entry for each block, or None.
+    """
+    from vllm.v1.simple_kv_offload.manager import TransferMeta
+
+    blocks = self._gpu_block_pool.blocks
+    known = [blocks[block_id].block_hash is not None for block_id in gpu_block_ids]
+    if not all(known):
+        lost = [not one for one in known]
+        device, host = list(compress(gpu_block_ids, lost)), list(compress(cpu_block_ids, lost))
+        self._release_transfer_refs(TransferMeta(device, host))
+        effect("HYBRID_PREFIX_HITS.lost_keys", len(device))
+        gpu_block_ids = list(compress(gpu_block_ids, known))
+        cpu_block_ids = list(compress(cpu_block_ids, known))
+        args = tuple(one and list(compress(one, known)) for one in args)
+        kwargs = {name: one and list(compress(one, known)) for name, one in kwargs.items()}
+    return original(self, gpu_block_ids, cpu_block_ids, *args, **kwargs)
+
+
 def has_stores(original: Callable[..., bool], self: Any) -> bool:
     """Whether stores are to be planned or under way."""
     return bool(_FINISHED.get(self)) or original(self)
@@ -261,7 +292,7 @@ def start_stores_once(original: Callable[..., None], self: Any) -> None:
     original(self)
 
 
-def start_stores_first(original: Callable[..., Any], self: Any, finished_req_ids: set[str]) -> Any:
+def start_stores_first(original: Callable[..., None], self: Any) -> None:
     """Start a step's stores also where it has no forward pass, behind which vLLM starts them."""
     self.wait_for_save()
-    return original(self, finished_req_ids)
+    original(self)
