@@ -56,7 +56,8 @@ VERDICTS = {
     },
     "HYBRID_PREFIX_HITS": {
         **dict.fromkeys(
-            ("fine_hits", "lazy", "skip_reading"), "active native native native native"
+            ("fine_hits", "stepping", "stats", "lazy", "skip_reading"),
+            "active native native native native",
         ),
         "lost_keys": "active active active active active",
         "chunk_start": "active active active active native",

@@ -269,8 +269,6 @@ FEATURE = Feature(
                 Wrap(f"{_MANAGER}.reset", stores.forget_stores),
                 Wrap(f"{_WORKER}.wait_for_save", stores.start_stores_once),
                 Wrap(f"{_WORKER}.clear_connector_metadata", stores.start_stores_first),
-                Add(f"{_CONNECTOR}.has_pending_push_work", _make_has_pending_push_work),
-                Add(f"{_CONNECTOR}.get_boundary_store_stats", _make_get_boundary_store_stats),
             ),
             relies_on=(
                 f"{_MANAGER}.build_connector_meta",
@@ -280,6 +278,19 @@ FEATURE = Feature(
                 "vllm.v1.core.block_pool:BlockPool._insert_block_hash",
             ),
             probe=probes.fine_hits,
+        ),
+        Part(
+            name="stepping",
+            summary="The engine goes on stepping until stores are done, also without requests.",
+            seams=(Add(f"{_CONNECTOR}.has_pending_push_work", _make_has_pending_push_work),),
+            relies_on=(f"{_CONNECTOR}.has_pending_transfers", f"{_MANAGER}.has_pending_stores"),
+            probe=probes.stepping,
+        ),
+        Part(
+            name="stats",
+            summary="The connector tells what became of Mamba states, as later releases do.",
+            seams=(Add(f"{_CONNECTOR}.get_boundary_store_stats", _make_get_boundary_store_stats),),
+            probe=probes.stats,
         ),
         Part(
             name="lazy",

@@ -44,6 +44,34 @@ def fine_hits() -> Judgement:
     )
 
 
+def stepping() -> Judgement:
+    """The last request ends while a store of its blocks is under way."""
+    bed = make_bed(["full"])
+    unfinished_store(bed)
+    going_on = bed.scheduler.has_requests()
+    how = "goes on stepping" if going_on else "sleeps"
+    return _told(going_on, f"an engine without requests {how} while blocks are stored")
+
+
+def unfinished_store(bed: Offload) -> None:
+    """End the only request in the step after one whose store nobody reports."""
+    from vllm.v1.request import RequestStatus
+
+    bed.scheduler.add_request(bed.request("storing", _LONG, answer=9))
+    bed.step()
+    bed.scheduler.schedule()
+    bed.scheduler.finish_requests("storing", RequestStatus.FINISHED_ABORTED)
+    bed.scheduler.schedule()
+
+
+def stats() -> Judgement:
+    """Whether the connector has the method."""
+    bed = make_bed(["full", "mamba"], unit=UNIT)
+    told = hasattr(bed.connector, "get_boundary_store_stats")
+    how = "tells" if told else "can't tell"
+    return _told(told, f"the connector {how} what became of the states it was handed")
+
+
 def lazy() -> Judgement:
     """The same with lazy offloading, where the second request has to be scheduled."""
     bed = make_bed(["full", "mamba"], unit=UNIT, blocks=40, lazy_offload=True)
