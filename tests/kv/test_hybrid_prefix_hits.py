@@ -293,7 +293,7 @@ def test_blocks_that_lose_their_keys_while_they_are_stored(patched: None) -> Non
     """A failed load takes them from the prefix cache: nobody must find them."""
     bed = PlayedOffload(["full"])
     prompt = list(range(1, 66))
-    bed.scheduler.add_request(bed.request("first", prompt))
+    bed.scheduler.add_request(bed.request("first", prompt, answer=4))
     before, died = counted("lost_keys"), ""
     try:
         lost = lose_keys(bed)

@@ -15,6 +15,7 @@ _BLOCK = 16
 _TOKENS = range(1, 24)
 _LAST_KEY = 20
 _LONG = range(1, 66)
+_STEPS = 50
 
 
 def make_bed(groups: Sequence[str], **how: Any) -> Offload:
@@ -107,13 +108,14 @@ def lost_keys() -> Judgement:
 
 def lose_keys(bed: Offload) -> int:
     """Steps up to one that stores, in which those blocks lose their keys; how many they are."""
-    while True:
+    for _ in range(_STEPS):
         planned = bed.scheduler.schedule()
         stored = planned.kv_connector_metadata.store_gpu_blocks
         bed.scheduler.kv_cache_manager.evict_blocks(set(stored))
         bed.scheduler.update_from_output(planned, bed._output(planned))
         if stored:
             return len(stored)
+    raise RuntimeError(f"nothing was stored in {_STEPS} steps")
 
 
 def skip_reading() -> Judgement:
@@ -169,16 +171,14 @@ def stream(bed: Offload, parts: Sequence[Sequence[int]], answer: int = 2) -> Any
         part.resumable = True
         bed.scheduler.add_request(part)
         first = first or part
-        while any(one.status.name != "WAITING_FOR_STREAMING_REQ" for one in _all(bed)):
+        for _ in range(_STEPS):
+            if first.status.name == "WAITING_FOR_STREAMING_REQ":
+                break
             bed.step()
     last = bed.request("storing", [1], answer=answer)
     bed.scheduler.add_request(last)
     bed.run()
     return first
-
-
-def _all(bed: Offload) -> list[Any]:
-    return list(bed.scheduler.requests.values())
 
 
 def _found_of_all(bed: Offload, request: Any, who: str) -> Judgement:
