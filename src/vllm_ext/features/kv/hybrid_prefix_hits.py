@@ -290,6 +290,7 @@ FEATURE = Feature(
             name="stats",
             summary="The connector tells what became of Mamba states, as later releases do.",
             seams=(Add(f"{_CONNECTOR}.get_boundary_store_stats", _make_get_boundary_store_stats),),
+            relies_on=(f"{_CONNECTOR}.__init__",),
             probe=probes.stats,
         ),
         Part(
