@@ -54,6 +54,18 @@ VERDICTS = {
         "default_spec": "active active active active active",
         "simple_worker": "active active active active active",
     },
+    "HYBRID_PREFIX_HITS": {
+        **dict.fromkeys(
+            ("fine_hits", "stepping", "stats", "lazy", "skip_reading"),
+            "active native native native native",
+        ),
+        "lost_keys": "active active active active active",
+        "chunk_start": "active active active active native",
+        "preempted_rows": "active active active native native",
+        "full_rows": "active active active active native",
+        "reset_pins": "active active active native native",
+        "counters": "active active native native native",
+    },
     "SCORE_USAGE": {
         "prompt_tokens": "active native native native native",
         "missing_inputs": "idle active active active active",

@@ -11,17 +11,24 @@ from typing import Any
 
 BLOCK = 16
 WINDOW = 32
+CHUNK = 32
 TOKEN = 7
 LENGTH = 512
 
 
 def kv_spec(kind: str, size: int = BLOCK) -> Any:
-    """The KVCacheSpec of a layer, ``full``, ``window`` (32 tokens) or ``mamba`` (align).
+    """The KVCacheSpec of a layer.
 
+    ``kind``: ``full``, ``window`` (32 tokens), ``chunked`` (local, 32 tokens) or ``mamba`` (align).
     ``size``: tokens per block.
     """
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
 
     if kind == "mamba":
         return MambaSpec(
@@ -33,6 +40,8 @@ def kv_spec(kind: str, size: int = BLOCK) -> Any:
     shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     if kind == "window":
         return SlidingWindowSpec(sliding_window=WINDOW, **shape)
+    if kind == "chunked":
+        return ChunkedLocalAttentionSpec(attention_chunk_size=CHUNK, **shape)
     return FullAttentionSpec(**shape)
 
 

@@ -20,10 +20,10 @@ UNIT = 4
 class Offload:
     """A scheduler of a model that needs no files, with one of vLLM's CPU offloading connectors.
 
-    ``groups``: one per KV cache group, ``full``, ``window`` (32 tokens) or ``mamba`` (align), with
-    its tokens per block, as ``full:16`` (the default), and ``full:16:draft`` if layers of a draft
-    model are in it. ``unit``: tokens per prefix-cache key. ``loads``: the request and the number of
-    tokens of each load that was planned.
+    ``groups``: one per KV cache group, ``full``, ``window`` and ``chunked`` (of 32 tokens) or
+    ``mamba`` (align), with its tokens per block, as ``full:16`` (the default), and
+    ``full:16:draft`` if layers of a draft model are in it. ``unit``: tokens per prefix-cache key.
+    ``loads``: the request and the number of tokens of each load that was planned.
     """
 
     def __init__(
