@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_ext.features.kv.offload_probe import Offload
@@ -12,15 +13,20 @@ class FailingOffload(Offload):
     """``Offload`` whose next ``failing`` loads fail; their last block of the last group is named.
 
     OffloadingConnector itself reports no blocks; a MultiConnector that it is part of may.
+    ``policy`` is the kv_load_failure_policy.
     """
 
-    failing = 0
+    def __init__(self, groups: Sequence[str], policy: str = "recompute", **how: Any) -> None:
+        super().__init__(groups, **how)
+        self.scheduler.recompute_kv_load_failures = policy == "recompute"
+        self.failing = 0
+        self._invalid: set[int] = set()
 
     def step(self) -> Any:
         """One step of the engine, whose loads fail as long as there is something to fail."""
         known = len(self.loads)
         planned = self.scheduler.schedule()
-        self._invalid: set[int] = set()
+        self._invalid.clear()
         for name, tokens in self.loads[known:]:
             if self.failing:
                 self.failing -= 1

@@ -335,6 +335,23 @@ def test_one_group_with_failing_blocks_is_admitted_again(patched: None) -> None:
 
 
 @pytest.mark.behaviour(
+    "HYBRID_LOAD_FAILURE.inflight_reservation", wrong=f"{DIED}|never finished: behind, failing"
+)
+@pytest.mark.parametrize("groups", (("full",), ("full", "window")), ids="+".join)
+def test_loads_behind_a_failed_one_are_admitted(patched: None, groups: tuple[str, ...]) -> None:
+    """What was loaded behind it holds the blocks it lacks, and so does a load that failed, too."""
+    asked = {name: (prompt(seed, 100), 6) for seed, name in ((1, "failing"), (2, "behind"))}
+    found = []
+    for blocks, faults in itertools.product((14, 16, 18, 20), (1, 2)):
+        bed = Bed(groups, blocks, asynchronous=True, by_request=_by_request(), batched_tokens=256)
+        for name, how in asked.items():
+            bed.add(name, *how, 96)
+        bed.faults = [last_block_of(0, 0)] * faults
+        found += [f"{blocks} blocks: {wrong}" for wrong in bed.problems(asked, bed.run())]
+    assert not found, "; ".join(found)
+
+
+@pytest.mark.behaviour(
     "HYBRID_LOAD_FAILURE.bounded_retries", wrong=f"{DIED}|loaded 21 times, not 1"
 )
 @pytest.mark.parametrize("by_request", [False, True], ids=["by-block", "by-request"])

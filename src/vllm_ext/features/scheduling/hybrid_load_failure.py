@@ -182,6 +182,7 @@ def _send_back_waiting(scheduler: Any, request: Any) -> None:
         # Loaded already, but not admitted yet.
         scheduler._inflight_prefills.discard(request)
         scheduler._free_request_blocks(request)
+        wait_behind_loaded(scheduler, request)
         note_failed_load(request)
 
 
@@ -231,6 +232,42 @@ def release_own_reservation(
         self._inflight_prefills.discard(request)
         effect("HYBRID_LOAD_FAILURE.inflight_reservation")
     return result
+
+
+def requeue_failed_loads(
+    original: Callable[..., Any], self: Any, kv_connector_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Free the blocks of loads that failed as soon as the connector has ended them.
+
+    vLLM does that when it reaches the request in its queue, which may be behind one that lacks
+    those very blocks; and it keeps the request in the queue of those that hold blocks, where all
+    others wait until it has been admitted.
+    """
+    result = original(self, kv_connector_output, *args, **kwargs)
+    for name in self.failed_recving_kv_req_ids & self.finished_recving_kv_req_ids:
+        request = self.requests[name]
+        # One group may have lost only the end of its load, and goes on with the rest.
+        if not request.num_computed_tokens:
+            self._update_waiting_for_remote_kv(request)
+            status = type(request.status)
+            request.status = status.PREEMPTED if request.num_preemptions else status.WAITING
+            wait_behind_loaded(self, request)
+    return result
+
+
+def wait_behind_loaded(scheduler: Any, request: Any) -> None:
+    """Put a request that has lost its blocks before those that have none, behind those with some.
+
+    Requests that are loaded can only be admitted, which needs few blocks, and then end.
+    """
+    holding = getattr(scheduler, "kv_holding_waiting", None)
+    if holding is None:
+        holding = scheduler.skipped_waiting
+    else:
+        scheduler.deferred_waiting.discard(request)
+    if request in holding:
+        holding.remove_requests([request])
+        scheduler.waiting.prepend_request(request)
 
 
 def note_failed_load(request: Any) -> None:
@@ -344,8 +381,9 @@ FEATURE = Feature(
         "reverted by 56855); 0.30.0 recomputes synchronous loads into the null block, which gives "
         "wrong tokens and a wrong prefix cache. On every release a request whose asynchronous "
         "load failed counts its own first load as reserved, and is never admitted again when "
-        "blocks are scarce, or loads and fails for ever; and a transfer that a connector reports "
-        "as finished after its request failed ends the engine. Models with one group keep vLLM's "
+        "blocks are scarce, nor is any that was loaded behind it; or it loads and fails for ever. "
+        "A transfer that a connector reports as finished after its request failed ends the "
+        "engine. Models with one group keep vLLM's "
         "handling of block reports where it is right; it isn't where a second batch is in flight "
         "(asynchronous scheduling: the answer begins with a token of the batch that was planned "
         "on the failed load), where requests share the failed block, and in what it leaves in "
@@ -399,9 +437,12 @@ FEATURE = Feature(
         ),
         Part(
             name="inflight_reservation",
-            summary="A request whose load failed doesn't wait for the blocks it had reserved.",
-            seams=(Wrap(_RESUME, release_own_reservation),),
-            relies_on=(f"{_SCHEDULER}._inflight_prefill_reserved_blocks",),
+            summary="A request whose load failed waits for no blocks that a load still holds.",
+            seams=(Wrap(_RESUME, release_own_reservation), Wrap(_FINISHED, requeue_failed_loads)),
+            relies_on=(
+                f"{_SCHEDULER}._inflight_prefill_reserved_blocks",
+                f"{_SCHEDULER}.schedule",
+            ),
             probe=probes.inflight_reservation,
         ),
         Part(
