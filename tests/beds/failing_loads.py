@@ -91,7 +91,9 @@ class FailingEngine:
             if before - self.armed != 1:
                 found.append(f"a request met {before - self.armed} faults")
             # With policy fail nothing is kept, and the next load may fail as well.
-            if not self.armed or (self._setup.caching and self._setup.policy == "recompute"):
+            if (self._setup.policy == "recompute" and self._setup.caching) or (
+                not self.armed and self._setup.loads_right
+            ):
                 left = self.armed
                 again = self.ask(self.prompts[at])
                 found += [f"asked again, {wrong}" for wrong in self._different(again, at)]
