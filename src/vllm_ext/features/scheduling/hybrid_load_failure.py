@@ -385,9 +385,9 @@ FEATURE = Feature(
         "A transfer that a connector reports as finished after its request failed ends the "
         "engine. Models with one group keep vLLM's "
         "handling of block reports where it is right; it isn't where a second batch is in flight "
-        "(asynchronous scheduling: the answer begins with a token of the batch that was planned "
-        "on the failed load), where requests share the failed block, and in what it leaves in "
-        "the prefix cache."
+        "(asynchronous scheduling: the batch planned on the failed load gives a wrong token, or "
+        "ends the engine for want of one to begin with), where requests share the failed block, "
+        "and in what it leaves in the prefix cache."
     ),
     upstream_pr=(50388, 56855),
     parts=(
