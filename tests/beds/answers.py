@@ -63,8 +63,35 @@ def ask_all(
     after: Mapping[int, Callable[[], None]] | None = None,
     params: Mapping[str, Any] | None = None,
     loras: Sequence[Any] = (),
+    steps: int = 0,
 ) -> list[Answer]:
-    """``ask`` for prompts that are computed in one batch; ``after`` counts the first one's."""
+    """``ask`` for prompts that are computed in one batch; ``after`` counts the first one's.
+
+    ``steps``: after so many the requests are aborted and ``TimeoutError`` is raised; 0 waits for
+    ever.
+    """
+    told = _asked(llm, prompts, tokens, after or {}, params or {}, loras, steps)
+    return [_answer(output) for output in told]
+
+
+def outcomes(
+    llm: Any, prompts: Sequence[Any], tokens: int = 4, *, steps: int = 0
+) -> list[Answer | str]:
+    """``ask_all`` where requests may end in an error: their finish reason in an answer's place."""
+    told = _asked(llm, prompts, tokens, {}, {}, (), steps)
+    return [_reason(output) if _failed(output) else _answer(output) for output in told]
+
+
+def _asked(
+    llm: Any,
+    prompts: Sequence[Any],
+    tokens: int,
+    after: Mapping[int, Callable[[], None]],
+    params: Mapping[str, Any],
+    loras: Sequence[Any],
+    steps: int,
+) -> list[Any]:
+    """The last output of each request."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -73,15 +100,20 @@ def ask_all(
         ignore_eos=True,
         logprobs=-1,
         detokenize=False,
-        **(params or {}),
+        **params,
     )
     engine = llm.llm_engine
     names = [f"asked-{next(_numbers)}" for _ in prompts]
     for at, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
         given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         engine.add_request(name, given, sampling, lora_request=loras[at] if loras else None)
-    pending, finished = dict(after or {}), {}
+    pending, taken = dict(after), 0
+    finished: dict[str, Any] = {}
     while engine.has_unfinished_requests():
+        taken += 1
+        if steps and taken > steps:
+            engine.abort_request([name for name in names if name not in finished])
+            raise TimeoutError(f"{len(names) - len(finished)} not finished after {steps} steps")
         for output in engine.step():
             if output.request_id == names[0] and (
                 happen := pending.pop(len(output.outputs[0].token_ids), None)
@@ -89,13 +121,21 @@ def ask_all(
                 happen()
             if output.finished:
                 finished[output.request_id] = output
-    return [_answer(finished[name]) for name in names]
+    return [finished[name] for name in names]
+
+
+def _reason(output: Any) -> str:
+    return str(output.outputs[0].finish_reason)
+
+
+def _failed(output: Any) -> bool:
+    return _reason(output) == "error" or not output.outputs[0].logprobs
 
 
 def _answer(output: Any) -> Answer:
     (told,) = output.outputs
-    if told.finish_reason == "error" or not told.logprobs:
-        raise RuntimeError(f"{output.request_id} ended with {told.finish_reason}")
+    if _failed(output):
+        raise RuntimeError(f"{output.request_id} ended with {_reason(output)}")
     logprobs = tuple({t: p.logprob for t, p in place.items()} for place in told.logprobs)
     return Answer(tuple(told.token_ids), logprobs, output.num_cached_tokens or 0)
 

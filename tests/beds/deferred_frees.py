@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from vllm_ext.features.scheduling.fence_probe import Pipeline, crowd
 class Load:
     """Requests of ``prompt`` and ``outputs`` tokens, all at once or one every ``every`` steps.
 
-    ``native``: steps and preemptions of the unpatched vLLM 0.30.0.
+    ``native``: steps, preemptions and tokens to recompute of the unpatched vLLM 0.30.0.
     """
 
     policy: str
@@ -24,14 +24,16 @@ class Load:
     outputs: int
     blocks: int
     every: int
-    native: tuple[int, int]
+    native: tuple[int, int, int]
 
     def run(self, steps: int, scheduler_cls: Any = None) -> str:
         """Run it for at most ``steps`` steps; what came of it, in one sentence."""
-        with Pipeline(self.blocks, self.policy, scheduler_cls=scheduler_cls) as pipeline:
+        with Pipeline(self.blocks, self.policy, scheduler_cls=noting(scheduler_cls)) as pipeline:
             self.fill(pipeline)
             finished = pipeline.run(steps)
-            return told(finished, self.requests, pipeline.steps, pipeline.preemptions)
+            given_up = pipeline.scheduler.given_up
+            assert len(given_up) == pipeline.preemptions
+            return told(finished, self.requests, pipeline.steps, given_up)
 
     def fill(self, pipeline: Pipeline) -> None:
         """Add the requests, stepping in between where they arrive one by one."""
@@ -48,19 +50,53 @@ class Load:
     @property
     def expected(self) -> str:
         """The sentence for a run that ends as in vLLM 0.30.0."""
-        return told(self.requests, self.requests, *self.native)
+        steps, preemptions, tokens = self.native
+        given_up = [GivenUp(tokens, True)] + [GivenUp(0, True)] * (preemptions - 1)
+        return told(self.requests, self.requests, steps, given_up)
 
     def __str__(self) -> str:
         arrivals = f"-every-{self.every}" if self.every else ""
         return f"{self.policy}-{self.requests}x{self.prompt}+{self.outputs}{arrivals}"
 
 
-def told(finished: int, requests: int, steps: int, preemptions: int) -> str:
-    """``4 of 4 requests finished in 159 steps with 4 preemptions``."""
-    return (
-        f"{finished} of {requests} requests finished in {steps} steps "
-        f"with {preemptions} preemptions"
-    )
+@dataclass(frozen=True)
+class GivenUp:
+    """A preemption: the tokens that are to be computed again, and whether blocks came free."""
+
+    tokens: int
+    free: bool
+
+
+def noting(scheduler_cls: Any = None) -> Any:
+    """A subclass of a scheduler (AsyncScheduler, if none is named) that notes what it gives up.
+
+    Its instances have ``given_up``, a list of ``GivenUp``.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    class Noting(scheduler_cls or AsyncScheduler):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.given_up: list[GivenUp] = []
+
+        def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+            free = not self.defer_block_free or request.last_sched_seq <= self.processed_step_seq
+            self.given_up.append(GivenUp(request.num_computed_tokens, free))
+            super()._preempt_request(request, *args, **kwargs)
+
+    return Noting
+
+
+def told(finished: int, requests: int, steps: int, given_up: Sequence[GivenUp]) -> str:
+    """``4 of 4 requests finished in 9 steps with 4 preemptions (0 in vain, 300 tokens again)``."""
+    return f"{finished} of {requests} requests finished in {steps} steps with {spent(given_up)}"
+
+
+def spent(given_up: Sequence[GivenUp]) -> str:
+    """``4 preemptions (0 in vain, 300 tokens again)``."""
+    vain = sum(not one.free for one in given_up)
+    tokens = sum(one.tokens for one in given_up)
+    return f"{len(given_up)} preemptions ({vain} in vain, {tokens} tokens again)"
 
 
 def overtaken(pipeline: Pipeline) -> tuple[dict[str, Any], Any]:

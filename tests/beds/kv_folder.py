@@ -177,7 +177,11 @@ class KVFolder(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 filled = [block for load in mine for block in load.blocks[fault.group] if block]
                 self._spoil(filled[fault.at], fault)
             if self._asynchronous and not (fault and fault.kind == "lose"):
-                self._arrived.add(name)
+                self.arrived(name)
+
+    def arrived(self, request: str) -> None:
+        """Report with the next step that a request's load has ended."""
+        self._arrived.add(request)
 
     def _next_fault(self) -> Fault | None:
         """What an armed fault, or else the rate of failures, does to the next load."""

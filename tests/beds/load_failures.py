@@ -8,7 +8,8 @@ poisoned prefixes and writes into the null block show as wrong tokens, as they w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,8 @@ class Bed:
         self.results: dict[str, Result] = {}
         self.faults: list[Fault] = []
         self.loads: list[Load] = []
+        # Requests that were preempted for their blocks, and whether those came free at once.
+        self.preempted: list[tuple[str, bool]] = []
         # Tokens computed per request, over all steps.
         self.computed: Counter[str] = Counter()
         # What happens after the next step was carried out and before its result is taken.
@@ -161,7 +164,8 @@ class Bed:
 
     def step(self) -> None:
         """Plan one step and carry it out; with overlapped batches its result is one step late."""
-        planned = self.scheduler.schedule()
+        with self._noting_preemptions():
+            planned = self.scheduler.schedule()
         self._flying.append((planned, self._execute(planned)))
         if self.meanwhile:
             happen, self.meanwhile = self.meanwhile, None
@@ -174,6 +178,25 @@ class Bed:
                 result = self.results[produced.request_id]
                 result.tokens += produced.new_token_ids
                 result.reason = str(produced.finish_reason or "")
+
+    @contextmanager
+    def _noting_preemptions(self) -> Iterator[None]:
+        """Those of schedule() alone: what else preempts isn't after blocks."""
+        scheduler = self.scheduler
+        preempt = scheduler._preempt_request
+
+        def note(request: Any, *args: Any, **kwargs: Any) -> None:
+            free = not scheduler.defer_block_free or (
+                request.last_sched_seq <= scheduler.processed_step_seq
+            )
+            self.preempted.append((request.request_id, free))
+            preempt(request, *args, **kwargs)
+
+        scheduler._preempt_request = note
+        try:
+            yield
+        finally:
+            del scheduler._preempt_request
 
     def _execute(self, planned: Any) -> Any:
         self._restore(planned)

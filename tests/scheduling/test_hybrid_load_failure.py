@@ -84,6 +84,68 @@ def test_a_failed_synchronous_load_is_recomputed(patched: None, overlapped: bool
     assert not found, "; ".join(found)
 
 
+@pytest.mark.behaviour("HYBRID_LOAD_FAILURE.one_group", wrong=GARBAGE)
+def test_one_group_with_a_batch_planned_on_the_failed_load(patched: None) -> None:
+    """As above, with one group: who was planned further, and who shares what failed."""
+    asked = {
+        "failing": (prompt(1, 150), 6),
+        "sharing": (prompt(1, 150), 6),
+        "computing": (prompt(2, 100), 9),
+    }
+    found = []
+    for at, caching in itertools.product((0, 3, -1), (True, False)):
+        bed = Bed(("full",), 60, asynchronous=False, overlapped=True, caching=caching)
+        bed.faults = [_with_null(last_block_of(0, at))]
+        requests = {
+            name: bed.add(name, *how, 0 if name == "computing" else 128)
+            for name, how in asked.items()
+        }
+        found += bed.problems(asked, bed.run())
+        found += ["computing was preempted"] * requests["computing"].num_preemptions
+    assert not found, "; ".join(found)
+
+
+@pytest.mark.behaviour("HYBRID_LOAD_FAILURE.one_group", wrong=f"sharing {GARBAGE}")
+def test_one_group_whose_failed_block_is_shared(patched: None) -> None:
+    """Who was to compute it again leaves, before the one that shares it reads it."""
+    from vllm.v1.request import RequestStatus
+
+    bed = Bed(("full",), 60, asynchronous=False)
+    for name in ("failing", "sharing"):
+        bed.add(name, prompt(1, 150), stored=128)
+    bed.faults = [last_block_of(0)]
+    bed.step()
+    bed.scheduler.finish_requests("failing", RequestStatus.FINISHED_ABORTED)
+    del bed.results["failing"]
+    found = bed.problems({"sharing": (prompt(1, 150), 6)}, bed.run())
+    assert not found, "; ".join(found)
+
+
+@pytest.mark.behaviour("HYBRID_LOAD_FAILURE.one_group", wrong=f"next {GARBAGE}")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_one_group_leaves_no_bad_prefix(patched: None, when: str) -> None:
+    """The client leaves before or after the failure is known; the next one asks the same."""
+    from vllm.v1.request import RequestStatus
+
+    bed = Bed(("full",), 60, asynchronous=False)
+    bed.add("failing", prompt(1, 150), stored=128)
+    bed.faults = [last_block_of(0)]
+
+    def leave() -> None:
+        bed.connector.hits.clear()
+        bed.scheduler.finish_requests("failing", RequestStatus.FINISHED_ABORTED)
+        del bed.results["failing"]
+        bed.add("next", prompt(1, 150))
+
+    if when == "before":
+        bed.meanwhile = leave
+    bed.step()
+    if when == "after":
+        leave()
+    found = bed.problems({"next": (prompt(1, 150), 6)}, bed.run())
+    assert not found, "; ".join(found)
+
+
 @pytest.mark.behaviour("HYBRID_LOAD_FAILURE.block_reports", wrong=f"{DIED}|never finished: loading")
 @pytest.mark.parametrize("retries", [1, 2], indirect=True)
 @pytest.mark.parametrize("groups", HYBRIDS, ids="+".join)
@@ -269,6 +331,23 @@ def test_one_group_with_failing_blocks_is_admitted_again(patched: None) -> None:
     bed.add("loading", prompt(1), stored=128)
     bed.faults = [last_block_of(0, 0)]
     found = bed.problems({"loading": (prompt(1), 6)}, bed.run())
+    assert not found, "; ".join(found)
+
+
+@pytest.mark.behaviour(
+    "HYBRID_LOAD_FAILURE.inflight_reservation", wrong=f"{DIED}|never finished: behind, failing"
+)
+@pytest.mark.parametrize("groups", (("full",), ("full", "window")), ids="+".join)
+def test_loads_behind_a_failed_one_are_admitted(patched: None, groups: tuple[str, ...]) -> None:
+    """What was loaded behind it holds the blocks it lacks, and so does a load that failed, too."""
+    asked = {name: (prompt(seed, 100), 6) for seed, name in ((1, "failing"), (2, "behind"))}
+    found = []
+    for blocks, faults in itertools.product((14, 16, 18, 20), (1, 2)):
+        bed = Bed(groups, blocks, asynchronous=True, by_request=_by_request(), batched_tokens=256)
+        for name, how in asked.items():
+            bed.add(name, *how, 96)
+        bed.faults = [last_block_of(0, 0)] * faults
+        found += [f"{blocks} blocks: {wrong}" for wrong in bed.problems(asked, bed.run())]
     assert not found, "; ".join(found)
 
 

@@ -13,16 +13,16 @@ from tests.beds.registered import registered
 from vllm_ext.features.scheduling import preemption_fence
 from vllm_ext.features.scheduling.fence_probe import Pipeline, crowd, log_lines, starve
 
-FOUR = Load("fcfs", 4, 38, 64, 12, 0, (159, 4))
+FOUR = Load("fcfs", 4, 38, 64, 12, 0, (159, 4, 261))
 LOADS = (
-    Load("fcfs", 4, 20, 64, 12, 0, (121, 3)),
-    Load("fcfs", 16, 64, 96, 40, 0, (358, 14)),
-    Load("fcfs", 16, 64, 96, 40, 7, (390, 10)),
-    Load("fcfs", 16, 20, 96, 40, 3, (268, 18)),
-    Load("priority", 4, 38, 64, 12, 0, (159, 4)),
-    Load("priority", 16, 64, 96, 40, 0, (358, 14)),
-    Load("priority", 16, 64, 96, 40, 7, (387, 14)),
-    Load("priority", 16, 20, 96, 40, 3, (250, 12)),
+    Load("fcfs", 4, 20, 64, 12, 0, (121, 3, 160)),
+    Load("fcfs", 16, 64, 96, 40, 0, (358, 14, 1069)),
+    Load("fcfs", 16, 64, 96, 40, 7, (390, 10, 894)),
+    Load("fcfs", 16, 20, 96, 40, 3, (268, 18, 744)),
+    Load("priority", 4, 38, 64, 12, 0, (159, 4, 261)),
+    Load("priority", 16, 64, 96, 40, 0, (358, 14, 1069)),
+    Load("priority", 16, 64, 96, 40, 7, (387, 14, 1183)),
+    Load("priority", 16, 20, 96, 40, 3, (250, 12, 601)),
 )
 NARROW = {"budget": 128, "chunk": 64}
 
@@ -44,9 +44,11 @@ def test_a_full_pool_is_no_livelock(patched: None) -> None:
 
 @pytest.mark.parametrize("load", LOADS, ids=str)
 @pytest.mark.behaviour(
-    "PREEMPTION_FENCE.fence", wrong=r"\d+ of \d+ requests finished in \d+ steps with \d+ preempt"
+    "PREEMPTION_FENCE.fence",
+    wrong=r"\d+ of \d+ requests finished in \d+ steps with \d+ preemptions \([1-9]\d* in vain",
 )
 def test_steps_and_preemptions_are_those_of_vllm_0_30_0(patched: None, load: Load) -> None:
+    """And what is computed again; no request is given up whose blocks don't come free at once."""
     assert load.run(600) == load.expected
 
 
@@ -54,7 +56,7 @@ def test_steps_and_preemptions_are_those_of_vllm_0_30_0(patched: None, load: Loa
 def test_the_scheduler_of_pipeline_parallelism(patched: None) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    load = Load("fcfs", 16, 20, 96, 40, 0, (464, 18))
+    load = Load("fcfs", 16, 20, 96, 40, 0, (464, 18, 1068))
     assert load.run(600, Scheduler) == load.expected
 
 

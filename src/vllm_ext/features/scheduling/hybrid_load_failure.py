@@ -105,34 +105,71 @@ def recover_from_invalid_blocks(
     invalid_block_ids: set[int],
     num_scheduled_tokens: dict[str, int],
 ) -> Any:
-    """Send every affected request back to the start, with none of its blocks kept.
+    """Send every affected request back to the start, if there are several groups.
 
     A table in use has the null block where a group had nothing to load, and recomputing into it
-    mixes the requests' tokens: only new blocks are right. Returns the ids whose output of this
-    step must be skipped.
+    mixes the requests' tokens: only new blocks are right.
     """
     if not _several_groups(self) or not self.recompute_kv_load_failures:
         return original(self, invalid_block_ids, num_scheduled_tokens)
     affected = affected_requests(self, invalid_block_ids)
-    forget_invalid_prefixes(self, invalid_block_ids, affected, num_scheduled_tokens)
+    if affected:
+        effect("HYBRID_LOAD_FAILURE.block_reports", len(affected))
+    return _start_over(self, affected, invalid_block_ids, num_scheduled_tokens)
+
+
+def recover_one_group(
+    original: Callable[..., Any],
+    self: Any,
+    invalid_block_ids: set[int],
+    num_scheduled_tokens: dict[str, int],
+) -> Any:
+    """Let vLLM turn back what one group has computed, where that is enough; else start over.
+
+    It isn't where a step has been planned further already, whose token vLLM would take for this
+    step's, nor where others hold the failed block: they go on as if somebody recomputed it before
+    they read it. In any case vLLM leaves the failed blocks in the prefix cache.
+    """
+    if _several_groups(self) or not self.recompute_kv_load_failures:
+        return original(self, invalid_block_ids, num_scheduled_tokens)
+    affected = affected_requests(self, invalid_block_ids)
     running = [request for request in self.running if request in affected]
-    self.running = [request for request in self.running if request not in affected]
+    if len(running) > 1 or any(
+        # What this step computed is in flight until its output is taken.
+        request.num_in_flight_tokens > num_scheduled_tokens.get(request.request_id, 0)
+        for request in running
+    ):
+        effect("HYBRID_LOAD_FAILURE.one_group", len(affected))
+        return _start_over(self, affected, invalid_block_ids, num_scheduled_tokens)
+    forget_invalid_prefixes(self, invalid_block_ids, affected, num_scheduled_tokens)
+    return original(self, invalid_block_ids, num_scheduled_tokens)
+
+
+def _start_over(
+    scheduler: Any,
+    affected: dict[Any, int],
+    invalid_block_ids: set[int],
+    num_scheduled_tokens: dict[str, int],
+) -> set[str]:
+    """Take all blocks from the affected requests; the ids whose output of this step is skipped."""
+    forget_invalid_prefixes(scheduler, invalid_block_ids, affected, num_scheduled_tokens)
+    running = [request for request in scheduler.running if request in affected]
+    scheduler.running = [request for request in scheduler.running if request not in affected]
     # From the last to the first: each goes to the head of the waiting queue.
     for request in reversed(running):
-        self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         # The worker drops the request's state, so it needs all tokens again (V1 model runner).
-        self.prev_step_scheduled_req_ids.discard(request.request_id)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         note_failed_load(request)
     for request in affected.keys() - set(running):
-        _send_back_waiting(self, request)
+        _send_back_waiting(scheduler, request)
     if affected:
-        _log(self).warning(
-            "KV load failure: %d request(s) of a model with %d KV cache groups start over: %s",
+        _log(scheduler).warning(
+            "KV load failure: %d request(s) of a model with %d KV cache group(s) start over: %s",
             len(affected),
-            len(self.kv_cache_config.kv_cache_groups),
+            len(scheduler.kv_cache_config.kv_cache_groups),
             ", ".join(sorted(request.request_id for request in affected)),
         )
-        effect("HYBRID_LOAD_FAILURE.block_reports", len(affected))
     return {request.request_id for request in running}
 
 
@@ -145,6 +182,7 @@ def _send_back_waiting(scheduler: Any, request: Any) -> None:
         # Loaded already, but not admitted yet.
         scheduler._inflight_prefills.discard(request)
         scheduler._free_request_blocks(request)
+        wait_behind_loaded(scheduler, request)
         note_failed_load(request)
 
 
@@ -194,6 +232,42 @@ def release_own_reservation(
         self._inflight_prefills.discard(request)
         effect("HYBRID_LOAD_FAILURE.inflight_reservation")
     return result
+
+
+def requeue_failed_loads(
+    original: Callable[..., Any], self: Any, kv_connector_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Free the blocks of loads that failed as soon as the connector has ended them.
+
+    vLLM does that when it reaches the request in its queue, which may be behind one that lacks
+    those very blocks; and it keeps the request in the queue of those that hold blocks, where all
+    others wait until it has been admitted.
+    """
+    result = original(self, kv_connector_output, *args, **kwargs)
+    for name in self.failed_recving_kv_req_ids & self.finished_recving_kv_req_ids:
+        request = self.requests[name]
+        # One group may have lost only the end of its load, and goes on with the rest.
+        if not request.num_computed_tokens:
+            self._update_waiting_for_remote_kv(request)
+            status = type(request.status)
+            request.status = status.PREEMPTED if request.num_preemptions else status.WAITING
+            wait_behind_loaded(self, request)
+    return result
+
+
+def wait_behind_loaded(scheduler: Any, request: Any) -> None:
+    """Put a request that has lost its blocks before those that have none, behind those with some.
+
+    Requests that are loaded can only be admitted, which needs few blocks, and then end.
+    """
+    holding = getattr(scheduler, "kv_holding_waiting", None)
+    if holding is None:
+        holding = scheduler.skipped_waiting
+    else:
+        scheduler.deferred_waiting.discard(request)
+    if request in holding:
+        holding.remove_requests([request])
+        scheduler.waiting.prepend_request(request)
 
 
 def note_failed_load(request: Any) -> None:
@@ -307,9 +381,13 @@ FEATURE = Feature(
         "reverted by 56855); 0.30.0 recomputes synchronous loads into the null block, which gives "
         "wrong tokens and a wrong prefix cache. On every release a request whose asynchronous "
         "load failed counts its own first load as reserved, and is never admitted again when "
-        "blocks are scarce, or loads and fails for ever; and a transfer that a connector reports "
-        "as finished after its request failed ends the engine. Models with one group keep vLLM's "
-        "handling of block reports."
+        "blocks are scarce, nor is any that was loaded behind it; or it loads and fails for ever. "
+        "A transfer that a connector reports as finished after its request failed ends the "
+        "engine. Models with one group keep vLLM's "
+        "handling of block reports where it is right; it isn't where a second batch is in flight "
+        "(asynchronous scheduling: the batch planned on the failed load gives a wrong token, or "
+        "ends the engine for want of one to begin with), where requests share the failed block, "
+        "and in what it leaves in the prefix cache."
     ),
     upstream_pr=(50388, 56855),
     parts=(
@@ -342,10 +420,29 @@ FEATURE = Feature(
             probe=probes.fail_policy,
         ),
         Part(
+            name="one_group",
+            summary="With one group, too, nothing computed on a failed load is given or found.",
+            seams=(Wrap(_INVALID, recover_one_group),),
+            relies_on=(
+                f"{_SCHEDULER}._preempt_request",
+                f"{_SCHEDULER}._free_request_blocks",
+                f"{_SCHEDULER}._update_after_schedule",
+                f"{_SCHEDULER}.update_from_output",
+                _RESUME,
+                f"{_MANAGER}.get_block_ids",
+                f"{_MANAGER}.evict_blocks",
+                f"{_POOL}.evict_blocks",
+            ),
+            probe=probes.one_group,
+        ),
+        Part(
             name="inflight_reservation",
-            summary="A request whose load failed doesn't wait for the blocks it had reserved.",
-            seams=(Wrap(_RESUME, release_own_reservation),),
-            relies_on=(f"{_SCHEDULER}._inflight_prefill_reserved_blocks",),
+            summary="A request whose load failed waits for no blocks that a load still holds.",
+            seams=(Wrap(_RESUME, release_own_reservation), Wrap(_FINISHED, requeue_failed_loads)),
+            relies_on=(
+                f"{_SCHEDULER}._inflight_prefill_reserved_blocks",
+                f"{_SCHEDULER}.schedule",
+            ),
             probe=probes.inflight_reservation,
         ),
         Part(

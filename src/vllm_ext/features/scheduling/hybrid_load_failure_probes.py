@@ -81,12 +81,13 @@ def make_scheduler(
     asynchronous: bool,
     policy: str = "recompute",
     overlapped: bool = False,
+    caching: bool = True,
     batched_tokens: int = 64,
 ) -> Any:
     """A scheduler with ``blocks`` usable blocks of 16 tokens, for a model that needs no files.
 
     ``groups``: one of ``full``, ``window`` (32 tokens) and ``mamba`` (align) per KV cache group.
-    ``overlapped``: an AsyncScheduler, with two batches in flight.
+    ``overlapped``: an AsyncScheduler, with two batches in flight. ``caching``: of prefixes.
     """
     from vllm.config import KVTransferConfig
 
@@ -98,7 +99,12 @@ def make_scheduler(
         kv_connector_extra_config={"asynchronous": asynchronous},
     )
     return played_scheduler.make_scheduler(
-        groups, blocks, overlapped=overlapped, batched_tokens=batched_tokens, transfer=transfer
+        groups,
+        blocks,
+        overlapped=overlapped,
+        caching=caching,
+        batched_tokens=batched_tokens,
+        transfer=transfer,
     )
 
 
@@ -170,6 +176,24 @@ def fail_policy() -> Judgement:
     if request.status.name == "FINISHED_ERROR":
         return Judgement(Verdict.NATIVE, "a failed load ends its request with FINISHED_ERROR")
     return Judgement(Verdict.ACTIVE, f"a failed load leaves its request {request.status.name}")
+
+
+def one_group() -> Judgement:
+    """A load of a model with one group fails when the next step has been planned on it."""
+    scheduler, request, planned = _loading(("full",), 40, 140, asynchronous=False, overlapped=True)
+    ahead = scheduler.schedule()
+    _, tables, _, _ = scheduler.connector.loads[0]
+    report = output_of(scheduler, planned, invalid={tables[0][0]})
+    scheduler.update_from_output(planned, report)
+    scheduler.update_from_output(ahead, output_of(scheduler, ahead))
+    if request.num_output_tokens:
+        return Judgement(
+            Verdict.ACTIVE,
+            "the first token is that of a step planned on blocks that failed to load",
+        )
+    return Judgement(
+        Verdict.NATIVE, "no token of a step planned on blocks that failed to load is given"
+    )
 
 
 def inflight_reservation() -> Judgement:
