@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 from collections.abc import Iterator
@@ -212,7 +213,8 @@ def test_every_byte_is_right_under_pressure(
     active: None, groups: tuple[str, ...], lazy: bool, late: int
 ) -> None:
     """Evictions on both sides, preemptions, aborts, hits on the device and behind them."""
-    for seed in range(2):
+    loads = 0
+    for seed in range(3):
         bed = PlayedOffload(
             groups,
             unit=UNIT,
@@ -224,8 +226,9 @@ def test_every_byte_is_right_under_pressure(
         )
         _traffic(bed, seed)
         assert bed.problems == []
-        assert bed.loads, "nothing was loaded, so nothing was shown"
+        loads += len(bed.loads)
         nothing_held(bed)
+    assert loads, "nothing was loaded, so nothing was shown"
 
 
 @pytest.mark.parametrize("what", ["stored", "loaded", "early"])
@@ -451,11 +454,14 @@ def test_handed_over_blocks_of_requests_that_are_gone(active: None) -> None:
 def test_stores_of_a_step_without_a_forward_pass(
     patched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody calls wait_for_save there; both are called in all other steps."""
+    """Before 0.31.0 nobody calls wait_for_save there, as somebody does in all other steps."""
     import torch
     from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
     from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+    told = inspect.signature(KVConnectorModelRunnerMixin._get_kv_connector_output).parameters
+    always = "wait_for_save" not in told
     started: list[int] = []
     # Stands for the copies alone, which need CUDA streams.
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
@@ -471,7 +477,7 @@ def test_stores_of_a_step_without_a_forward_pass(
             SimpleCPUOffloadMetadata(store_event=event, store_gpu_blocks=[1], store_cpu_blocks=[1])
         )
         worker.start_load_kv()
-        if forward:
+        if forward or always:
             worker.wait_for_save()
         worker.get_finished(set())
         worker.clear_connector_metadata()

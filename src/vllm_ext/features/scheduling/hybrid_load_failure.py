@@ -126,19 +126,23 @@ def recover_one_group(
 ) -> Any:
     """Let vLLM turn back what one group has computed, where that is enough; else start over.
 
-    It isn't where a step has been planned further already, whose token vLLM would take for this
-    step's, nor where others hold the failed block: they go on as if somebody recomputed it before
-    they read it. In any case vLLM leaves the failed blocks in the prefix cache.
+    It isn't where a step has been planned further already, or a token counted, which vLLM would
+    take for this step's, nor where others hold the failed block: they go on as if somebody
+    recomputed it before they read it. In any case vLLM leaves the failed blocks in the prefix
+    cache, with policy ``fail`` as well.
     """
-    if _several_groups(self) or not self.recompute_kv_load_failures:
+    if _several_groups(self):
         return original(self, invalid_block_ids, num_scheduled_tokens)
     affected = affected_requests(self, invalid_block_ids)
     running = [request for request in self.running if request in affected]
-    if len(running) > 1 or any(
-        # What this step computed is in flight until its output is taken.
+    ahead = len(running) > 1 or any(
+        # What this step computed is in flight until its output is taken. A token of its answer that
+        # is counted already would be computed as part of the prompt.
         request.num_in_flight_tokens > num_scheduled_tokens.get(request.request_id, 0)
+        or request.num_output_placeholders
         for request in running
-    ):
+    )
+    if ahead and self.recompute_kv_load_failures:
         effect("HYBRID_LOAD_FAILURE.one_group", len(affected))
         return _start_over(self, affected, invalid_block_ids, num_scheduled_tokens)
     forget_invalid_prefixes(self, invalid_block_ids, affected, num_scheduled_tokens)
