@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from vllm_ext import plugin
+from vllm_ext.core.effects import PAGE
 
 
 @contextmanager
@@ -31,3 +32,8 @@ def registered(active: bool, environ: Mapping[str, str] | None = None) -> Iterat
             yield
         finally:
             plugin._process.stop()
+
+
+def counted(part_id: str) -> int:
+    """What was counted of a part so far in this process."""
+    return PAGE.read().get(part_id, 0)

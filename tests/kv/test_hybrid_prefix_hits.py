@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.beds.registered import registered
+from tests.beds.registered import counted, registered
 from tests.beds.simple_offload import PlayedOffload
-from vllm_ext.core.effects import PAGE
 from vllm_ext.features.kv.hybrid_prefix_hits_probes import (
     fill_host,
     lose_keys,
@@ -54,22 +52,6 @@ def _registered(active: bool) -> Any:
     import vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector  # noqa: F401
 
     return registered(active)
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """What vLLM and the plugin log."""
-    sentences: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: sentences.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm").addHandler(listener)
-    yield sentences
-    logging.getLogger("vllm").removeHandler(listener)
-
-
-def counted(part: str) -> int:
-    """What was counted of a part so far in this process."""
-    return PAGE.read().get(f"HYBRID_PREFIX_HITS.{part}", 0)
 
 
 def nothing_wrong(bed: PlayedOffload) -> None:
@@ -297,7 +279,7 @@ def test_blocks_that_lose_their_keys_while_they_are_stored(patched: None) -> Non
     bed = PlayedOffload(["full"])
     prompt = list(range(1, 66))
     bed.scheduler.add_request(bed.request("first", prompt, answer=4))
-    before, died = counted("lost_keys"), ""
+    before, died = counted("HYBRID_PREFIX_HITS.lost_keys"), ""
     try:
         lost = lose_keys(bed)
         bed.run()
@@ -306,7 +288,7 @@ def test_blocks_that_lose_their_keys_while_they_are_stored(patched: None) -> Non
     assert not died, died
     loaded = bed.serve_again(prompt)
     assert loaded == 0, f"{loaded} tokens are found"
-    assert counted("lost_keys") - before == lost
+    assert counted("HYBRID_PREFIX_HITS.lost_keys") - before == lost
     nothing_held(bed)
 
 
@@ -409,7 +391,7 @@ def test_a_reset_at_any_time_leaves_nothing_held(active: None, late: int) -> Non
 @pytest.mark.behaviour("HYBRID_PREFIX_HITS.counters", wrong="told by no metric and no line")
 def test_states_that_find_no_room_are_told(patched: None, logged: list[str]) -> None:
     """By a line of ours on 0.29.0 and 0.30.0, by vLLM's metrics later."""
-    before = counted("counters")
+    before = counted("HYBRID_PREFIX_HITS.counters")
     bed = PlayedOffload(["full:16", "mamba:16"], unit=UNIT)
     told = fill_host(bed)
     bed.serve("first", list(range(1, 100)))
@@ -421,7 +403,7 @@ def test_states_that_find_no_room_are_told(patched: None, logged: list[str]) -> 
     kept = bed.connector.get_boundary_store_stats()
     assert kept.published == kept.dropped_cpu_full >= 2
     if not metrics:
-        assert counted("counters") - before == kept.dropped_cpu_full
+        assert counted("HYBRID_PREFIX_HITS.counters") - before == kept.dropped_cpu_full
         assert len(lines) == 1
         assert "raise cpu_bytes_to_use in --kv-transfer-config" in lines[0]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.beds.registered import registered
+from tests.beds.registered import counted, registered
 from tests.conftest import FEATURES, recorded
 from vllm_ext.core.effects import PAGE
 from vllm_ext.core.feature import Verdict
@@ -68,22 +68,6 @@ def strict(installed_release: str, plugin: str) -> Iterator[None]:
     """Invalid caps are to be refused, with the plugin registered or not."""
     with _registered(plugin, **{STRICT: "1"}):
         yield
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """What vLLM and the plugin log."""
-    sentences: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: sentences.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm").addHandler(listener)
-    yield sentences
-    logging.getLogger("vllm").removeHandler(listener)
-
-
-def counted(part: str) -> int:
-    """What was counted of a part so far in this process."""
-    return PAGE.read().get(f"MAX_LOAD_TOKENS.{part}", 0)
 
 
 @contextmanager
@@ -318,7 +302,7 @@ def test_the_servers_cap(default: int, groups: list[str]) -> None:
     """It holds for requests that name no valid cap; their own may be larger or smaller."""
     bed = Offload(groups)
     bed.store(TOKENS)
-    before = counted("default")
+    before = counted("MAX_LOAD_TOKENS.default")
     allowed = default // 16 * 16
     with counted_lookups(bed.offloading.manager) as keys:
         found = bed.lookup(bed.request("plain", PROMPT), 0)
@@ -327,7 +311,7 @@ def test_the_servers_cap(default: int, groups: list[str]) -> None:
     assert bed.lookup(bed.request("invalid", PROMPT, max_load_tokens="8"), 0) == allowed
     assert bed.lookup(bed.request("own", PROMPT, max_load_tokens=64), 0) == 64
     assert bed.lookup(bed.request("none", PROMPT, max_load_tokens=0), 0) == 0
-    assert counted("default") - before == 2 * (len(PROMPT) - allowed)
+    assert counted("MAX_LOAD_TOKENS.default") - before == 2 * (len(PROMPT) - allowed)
 
 
 @pytest.mark.behaviour("MAX_LOAD_TOKENS.simple_cpu", wrong=r"without a cap loads 176")
@@ -343,7 +327,7 @@ def test_the_servers_cap_of_the_simple_connector(default: int) -> None:
 def test_invalid_values_cap_nothing_and_are_told_once(patched: None, logged: list[str]) -> None:
     bed = Offload(["full"])
     bed.store(TOKENS)
-    before = counted("invalid_values")
+    before = counted("MAX_LOAD_TOKENS.invalid_values")
     for at, value in enumerate(INVALID):
         logged.clear()
         request = bed.request(f"invalid-{at}", PROMPT, max_load_tokens=value)
@@ -351,7 +335,7 @@ def test_invalid_values_cap_nothing_and_are_told_once(patched: None, logged: lis
         told = [sentence for sentence in logged if "max_load_tokens" in sentence]
         assert len(told) <= 1
         assert all(repr(value) in sentence for sentence in told)
-    found = counted("invalid_values") - before
+    found = counted("MAX_LOAD_TOKENS.invalid_values") - before
     assert found == len(INVALID), f"counted {found} of {len(INVALID)} invalid values"
     assert len(told) == 1
 
@@ -359,11 +343,11 @@ def test_invalid_values_cap_nothing_and_are_told_once(patched: None, logged: lis
 @pytest.mark.behaviour("MAX_LOAD_TOKENS.simple_cpu", wrong=r"counted 0 of 7 invalid values")
 def test_invalid_values_of_the_simple_connector(patched: None, logged: list[str]) -> None:
     bed = _simple(["full"])
-    before = counted("invalid_values")
+    before = counted("MAX_LOAD_TOKENS.invalid_values")
     for at, value in enumerate(INVALID):
         request = bed.request(f"invalid-{at}", PROMPT, max_load_tokens=value)
         assert [bed.lookup(request, 0), bed.ask(request, 0)] == [176, 176]
-    found = counted("invalid_values") - before
+    found = counted("MAX_LOAD_TOKENS.invalid_values") - before
     assert found == len(INVALID), f"counted {found} of {len(INVALID)} invalid values"
     told = [sentence for sentence in logged if "max_load_tokens" in sentence]
     assert len(told) == len(INVALID)
@@ -377,14 +361,14 @@ def test_suppressed_tokens_are_counted_once_per_admission(installed_release: str
         bed.store(TOKENS[:48])
         part = "exact" if hasattr(_state(bed), "max_load_tokens") else "cap"
         for cap, suppressed in ((0, 181), (15, 181), (16, 165), (40, 149), (48, 133), (64, 0)):
-            before = counted(part)
+            before = counted(f"MAX_LOAD_TOKENS.{part}")
             request = bed.request(f"cap-{cap}", PROMPT, max_load_tokens=cap)
             bed.lookup(request, 0)
             bed.ask(request, 0)
-            assert counted(part) - before == suppressed, cap
+            assert counted(f"MAX_LOAD_TOKENS.{part}") - before == suppressed, cap
             request.num_preemptions += 1
             bed.ask(request, 0)
-            assert counted(part) - before == 2 * suppressed, cap
+            assert counted(f"MAX_LOAD_TOKENS.{part}") - before == 2 * suppressed, cap
 
 
 def _state(bed: Offload) -> Any:
@@ -429,7 +413,7 @@ def _client() -> Any:
 @pytest.mark.behaviour("MAX_LOAD_TOKENS.strict", wrong=r"accepted as \w+Request")
 def test_strict_answers_400_to_invalid_values(strict: None) -> None:
     """Naming the field and the value, through vLLM's own error handlers."""
-    client, before = _client(), counted("strict")
+    client, before = _client(), counted("MAX_LOAD_TOKENS.strict")
     for value in INVALID:
         for body in _bodies(max_load_tokens=value):
             name = type(body).__name__
@@ -440,7 +424,7 @@ def test_strict_answers_400_to_invalid_values(strict: None) -> None:
             assert (answer.status_code, error["code"]) == (400, 400)
             assert error["param"] == "kv_transfer_params.max_load_tokens"
             assert f"found {value!r} ({type(value).__name__})" in error["message"]
-    assert counted("strict") - before == 3 * len(INVALID)
+    assert counted("MAX_LOAD_TOKENS.strict") - before == 3 * len(INVALID)
 
 
 def test_strict_lets_valid_values_through(installed_release: str) -> None:

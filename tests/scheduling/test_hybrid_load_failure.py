@@ -17,7 +17,6 @@ from tests.beds.load_failures import (
 from tests.beds.registered import registered
 
 HYBRIDS = (("full", "window"), ("full", "mamba"), ("full", "window", "mamba"))
-RETRIES = "VLLM_EXT_HYBRID_LOAD_FAILURE_RETRIES"
 DIED = r"died of (ValueError: too many values|RuntimeError: A KV connector reported)"
 GARBAGE = r"got wrong tokens \[999999"
 
@@ -29,13 +28,6 @@ def patched(installed_release: str, plugin: str) -> Iterator[None]:
 
     with registered(plugin == "with"):
         yield
-
-
-@pytest.fixture
-def retries(patched: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
-    """The option set to the test's parameter, as in a process that was started with it."""
-    monkeypatch.setenv(RETRIES, str(request.param))
-    return int(request.param)
 
 
 def _with_null(fault: Fault) -> Fault:

@@ -26,7 +26,6 @@ WAYS = (
     (("full", "window"), False, False),
     (("full", "mamba"), True, True),
 )
-RETRIES = "VLLM_EXT_HYBRID_LOAD_FAILURE_RETRIES"
 DIED = r"died of (ValueError: too many values|RuntimeError: A KV connector reported)"
 GARBAGE = r"got wrong tokens \["
 NEVER = "never finished"
@@ -43,13 +42,6 @@ def patched(installed_release: str, plugin: str) -> Iterator[None]:
 
     with registered(plugin == "with"):
         yield
-
-
-@pytest.fixture
-def retries(patched: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
-    """The option set to the test's parameter, as in a process that was started with it."""
-    monkeypatch.setenv(RETRIES, str(request.param))
-    return int(request.param)
 
 
 @pytest.mark.behaviour("HYBRID_LOAD_FAILURE.block_reports", wrong=DIED + "|loaded")
