@@ -348,6 +348,7 @@ FEATURE = Feature(
             summary="Mamba states that could not be stored are counted and logged.",
             seams=(Wrap(f"{_MANAGER}.build_connector_meta", tell_dropped),),
             probe=probes.counters,
+            check=probes.counted_drop,
         ),
     ),
 )

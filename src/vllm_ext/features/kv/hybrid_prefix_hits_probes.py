@@ -34,11 +34,16 @@ def _store(bed: Offload, tokens: Sequence[int], answer: int = 4) -> Any:
     return request
 
 
+def ask_for(bed: Offload, tokens: Sequence[int]) -> Any:
+    """A request for these tokens that an operator's cap on loads leaves alone."""
+    return bed.request("probe", tokens, max_load_tokens=1 << 20)
+
+
 def fine_hits() -> Judgement:
     """A prompt whose last key ends inside a block, and the hit of another request with it."""
     bed = make_bed(["full", "mamba"], unit=UNIT)
     _store(bed, _TOKENS)
-    found = bed.lookup(bed.request("probe", _TOKENS), 0)
+    found = bed.lookup(ask_for(bed, _TOKENS), 0)
     return _told(
         found == _LAST_KEY,
         f"of {_LAST_KEY} tokens up to a prompt's last key, {found} are found in blocks of {_BLOCK}",
@@ -79,7 +84,7 @@ def lazy() -> Judgement:
     _store(bed, _TOKENS)
     bed.run()
     bed.forget_local()
-    bed.scheduler.add_request(bed.request("probe", _TOKENS))
+    bed.scheduler.add_request(ask_for(bed, _TOKENS))
     try:
         bed.run()
     except AssertionError as error:
@@ -99,7 +104,7 @@ def lost_keys() -> Judgement:
         return Judgement(
             Verdict.ACTIVE, "a block that loses its key while it is stored ends in AssertionError"
         )
-    found = bed.lookup(bed.request("probe", _LONG), 0)
+    found = bed.lookup(ask_for(bed, _LONG), 0)
     return _told(
         not found,
         f"of {lost} blocks that lost their keys while they were stored {found} tokens are found",
@@ -122,7 +127,7 @@ def skip_reading() -> Judgement:
     """A request that must compute all of a prompt that is stored."""
     bed = make_bed(["full"])
     _store(bed, _LONG)
-    request = bed.request("probe", _LONG)
+    request = ask_for(bed, _LONG)
     request.skip_reading_prefix_cache = True
     found = bed.lookup(request, 0)
     return _told(not found, f"a request that must compute its prompt loads {found} tokens of it")
@@ -132,7 +137,7 @@ def chunk_start() -> Judgement:
     """A hit behind 16 local tokens, half a chunk."""
     bed = make_bed(["full", "chunked"])
     _store(bed, _LONG)
-    found = bed.lookup(bed.request("probe", _LONG), _BLOCK)
+    found = bed.lookup(ask_for(bed, _LONG), _BLOCK)
     return _told(not found, f"{found} tokens load behind half a chunk of local attention")
 
 
@@ -184,7 +189,7 @@ def stream(bed: Offload, parts: Sequence[Sequence[int]], answer: int = 2) -> Any
 def _found_of_all(bed: Offload, request: Any, who: str) -> Judgement:
     tokens = list(request.all_token_ids)
     whole = (len(tokens) - 1) // _BLOCK * _BLOCK
-    found = bed.lookup(bed.request("probe", tokens), 0)
+    found = bed.lookup(ask_for(bed, tokens), 0)
     return _told(found == whole, f"{found} of {whole} tokens in blocks of {who} are stored")
 
 
@@ -192,7 +197,7 @@ def reset_pins() -> Judgement:
     """A cache reset after a lookup that no load has followed."""
     bed = make_bed(["full"])
     _store(bed, _LONG)
-    found = bed.lookup(bed.request("probe", _LONG), 0)
+    found = bed.lookup(ask_for(bed, _LONG), 0)
     done = bed.connector.reset_cache()
     return _told(bool(done), f"a reset with a hit of {found} tokens pending returns {done}")
 
@@ -212,6 +217,20 @@ def counters() -> Judgement:
     if any("dropped_cpu_full" in stats for stats in told):
         return Judgement(Verdict.NATIVE, "states that were not stored are among vLLM's metrics")
     return Judgement(Verdict.ACTIVE, "states that were not stored are told by no metric")
+
+
+def counted_drop() -> Judgement:
+    """Check of the part: it counts a drop that the connector's scheduler has noted."""
+    from vllm_ext.core.effects import PAGE
+    from vllm_ext.features.kv.hybrid_prefix_stores import handoff_counts
+
+    name = "HYBRID_PREFIX_HITS.counters"
+    bed = make_bed(["full", "mamba"], unit=UNIT)
+    before = PAGE.read().get(name, 0)
+    handoff_counts(bed.connector.scheduler_manager).dropped_cpu_full += 1
+    bed.step()
+    counted = PAGE.read().get(name, 0) - before
+    return _told(counted == 1, f"{counted} of 1 state that was not stored is counted")
 
 
 def fill_host(bed: Offload) -> list[str]:
