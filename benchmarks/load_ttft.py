@@ -61,7 +61,8 @@ def ask(llm: Any, prompt: list[int], cap: int | None) -> Reply:
     (reply,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     spent = time.perf_counter() - start
     cached = reply.num_cached_tokens or 0
-    return Reply(cached, len(prompt) - cached, spent)
+    # The last token of a prompt is always computed.
+    return Reply(cached, max(len(prompt) - cached, 1), spent)
 
 
 def rounds_of(count: int, folder: Path, console: Console) -> dict[str, list[Reply]]:
@@ -110,7 +111,7 @@ def _measure(options: argparse.Namespace) -> int:
     with registered(True), tempfile.TemporaryDirectory() as folder:
         replies = rounds_of(options.rounds, Path(folder), console)
     table = Table(
-        title=f"Caps on vLLM {options.release}: a prompt of {PROMPT} tokens, {STORED} stored",
+        title=f"Caps on vLLM {options.release}: a prompt of {PROMPT} tokens in host memory",
         caption="time to first token: median and interval over the rounds, wall time",
     )
     for heading in ("cap", "MiB loaded", "tokens computed", "ms to first token", "of no cap's"):
