@@ -20,6 +20,11 @@ def holders(scheduler: Any) -> Counter[int]:
     return held
 
 
+def comes_free(scheduler: Any, request: Any) -> bool:
+    """Whether a request's blocks can be reused at once, if it is preempted now."""
+    return not scheduler.defer_block_free or request.last_sched_seq <= scheduler.processed_step_seq
+
+
 def imbalances(scheduler: Any) -> list[str]:
     """What is wrong with the books of the pool and of the queues, in sentences."""
     pool = scheduler.kv_cache_manager.block_pool

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tests.beds.block_accounts import comes_free
 from vllm_ext.core.effects import PAGE
 from vllm_ext.features.scheduling.fence_probe import Pipeline, crowd
 
@@ -80,7 +81,7 @@ def noting(scheduler_cls: Any = None) -> Any:
             self.given_up: list[GivenUp] = []
 
         def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-            free = not self.defer_block_free or request.last_sched_seq <= self.processed_step_seq
+            free = comes_free(self, request)
             self.given_up.append(GivenUp(request.num_computed_tokens, free))
             super()._preempt_request(request, *args, **kwargs)
 

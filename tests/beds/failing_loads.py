@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.beds.answers import TOLERANCE, Answer, ask, outcomes
 from tests.beds.checkpoints.checkpoint import Checkpoint
+from tests.beds.ending import died_of
 from tests.beds.kv_store import Fault, arm, armed_faults, transfer_config
 from tests.beds.offload_engine import engine
 from tests.beds.overlap import asynchronous_scheduling
@@ -157,7 +158,7 @@ class FailingEngine:
         except TimeoutError as error:
             raise Lost(f"never finished: {error}") from None
         except Exception as error:
-            raise Lost(f"the engine died of {type(error).__name__}: {str(error)[:60]}") from error
+            raise Lost(died_of(error)) from error
 
     def wrong(self, told: Answer | str, at: int, allowed: float = 0.0) -> list[str]:
         """What is wrong with the outcome of a request whose load has failed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tests.beds.ending import died_of
 from vllm_ext.features.kv.offload_probe import Offload
 from vllm_ext.features.played_scheduler import BLOCK, output_of
 
@@ -59,5 +60,5 @@ class FailingOffload(Offload):
         try:
             self.run(steps)
         except Exception as error:
-            return f"the engine died of {type(error).__name__}: {str(error)[:60]}"
+            return died_of(error)
         return ""

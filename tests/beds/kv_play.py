@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.beds.block_accounts import imbalances
+from tests.beds.ending import died_of
 from tests.beds.kv_contents import GARBAGE, Contents, Text, answer_to
 from vllm_ext.features.played_scheduler import BLOCK, make_request, make_scheduler, output_of
 
@@ -128,8 +129,7 @@ class Play:
             yield
         except Exception as error:
             self.dead = True
-            told = f"the engine died of {type(error).__name__}: {str(error)[:100]}"
-            raise AssertionError(told) from error
+            raise AssertionError(died_of(error)) from error
 
     def _make_scheduler(self) -> Any:
         from vllm.config import KVTransferConfig

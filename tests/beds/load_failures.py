@@ -1,45 +1,23 @@
 """KV loads that fail: a real Scheduler and KVCacheManager, and what comes of the tokens.
 
-The worker is played: it keeps, for every block of every group, which tokens each slot stands for.
-A token is sampled right only if all a layer of that group reads is there, so wrong block tables,
-poisoned prefixes and writes into the null block show as wrong tokens, as they would on a device.
+The worker is played, with the blocks of ``kv_contents``: a token is sampled right only if all a
+layer of each group reads is there, so wrong block tables, poisoned prefixes and writes into the
+null block show as wrong tokens, as they would on a device.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ext.features.played_scheduler import BLOCK, WINDOW, make_request
+from tests.beds.block_accounts import comes_free
+from tests.beds.ending import died_of
+from tests.beds.kv_contents import GARBAGE, Contents, Text, answer_to
+from vllm_ext.features.played_scheduler import BLOCK, make_request
 from vllm_ext.features.scheduling.hybrid_load_failure_probes import make_scheduler, output_of
-
-GARBAGE = 999_999
-_WRONG = object()
-
-
-def digests(tokens: Sequence[int]) -> list[int]:
-    """What each position stands for: the tokens up to it."""
-    state, found = 0, []
-    for token in tokens:
-        state = hash((state, token))
-        found.append(state)
-    return found
-
-
-def next_token(tokens: Sequence[int]) -> int:
-    """The token that follows if everything was computed right."""
-    return digests(tokens)[-1] % 997
-
-
-def right_answer(prompt: Sequence[int], length: int) -> list[int]:
-    """The tokens that follow a prompt."""
-    tokens = list(prompt)
-    for _ in range(length):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
 
 
 def prompt(seed: int, length: int = 140) -> list[int]:
@@ -118,8 +96,8 @@ class Bed:
         self._depth = 2 if overlapped else 1
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self._usable = self.pool.get_num_free_blocks()
-        self._tokens: dict[str, list[int]] = {}
-        self._slots: dict[tuple[int, int, int], Any] = {}
+        self._texts: dict[str, Text] = {}
+        self._contents = Contents(groups)
         self._landing: list[tuple[Load, set[int]]] = []
         self._flying: list[tuple[Any, Any]] = []
 
@@ -131,7 +109,7 @@ class Bed:
     def add(self, name: str, tokens: Sequence[int], answer: int = 6, stored: int = 0) -> Any:
         """Add a request; ``stored``: tokens of its prompt that the connector can load."""
         self.results[name] = Result()
-        self._tokens[name] = list(tokens)
+        self._texts[name] = Text(tokens)
         self.connector.hits[name] = stored // BLOCK * BLOCK
         request = make_request(name, tokens, answer)
         self.scheduler.add_request(request)
@@ -144,7 +122,7 @@ class Bed:
         found = [
             f"{name} got wrong tokens {self.results[name].tokens}"
             for name, (tokens, length) in asked.items()
-            if self.results[name].tokens != right_answer(tokens, length)
+            if self.results[name].tokens != answer_to(tokens, length)
         ]
         free, usable = self.free_blocks
         return found + ([f"{usable - free} blocks leaked"] if free != usable else [])
@@ -158,7 +136,7 @@ class Bed:
                     return ""
                 self.step()
         except Exception as error:
-            return f"the engine died of {type(error).__name__}: {str(error)[:60]}"
+            return died_of(error)
         waiting = sorted(name for name, result in self.results.items() if not result.reason)
         return f"never finished: {', '.join(waiting)}"
 
@@ -186,10 +164,7 @@ class Bed:
         preempt = scheduler._preempt_request
 
         def note(request: Any, *args: Any, **kwargs: Any) -> None:
-            free = not scheduler.defer_block_free or (
-                request.last_sched_seq <= scheduler.processed_step_seq
-            )
-            self.preempted.append((request.request_id, free))
+            self.preempted.append((request.request_id, comes_free(scheduler, request)))
             preempt(request, *args, **kwargs)
 
         scheduler._preempt_request = note
@@ -231,9 +206,9 @@ class Bed:
         for name, known in zip(cached.req_ids, cached.num_output_tokens, strict=True):
             if name in cached.resumed_req_ids:
                 # As vLLM's V1 model runner, which has dropped the state of a preempted request.
-                self._tokens[name] = list(cached.all_token_ids[name])
+                self._texts[name] = Text(cached.all_token_ids[name])
             # Tokens the scheduler did not take are dropped.
-            del self._tokens[name][self.scheduler.requests[name].num_prompt_tokens + known :]
+            self._texts[name].cut(self.scheduler.requests[name].num_prompt_tokens + known)
 
     def _report(self, load: Load, blocks: set[int], invalid: set[int], failed: set[str]) -> None:
         if blocks and self._by_request:
@@ -243,65 +218,17 @@ class Bed:
 
     def fill(self, load: Load, failing: set[int]) -> None:
         """Carry a load out, with garbage in the failing blocks."""
-        states = digests(self._tokens[load.request])
-        for group, kind in enumerate(self.groups):
-            last = load.start + load.tokens - 1
-            positions: Iterable[int] = range(load.start, last + 1)
-            if kind == "mamba":
-                positions = [last]
-            for at in positions:
-                block = load.tables[group][at // BLOCK]
-                if block:
-                    wrong = block in failing
-                    self._write(group, block, at, _WRONG if wrong else states[at])
-
-    def _write(self, group: int, block: int, at: int, value: Any) -> None:
-        slot = 0 if self.groups[group] == "mamba" else at % BLOCK
-        self._slots[group, block, slot] = value
-
-    def _holds(self, group: int, table: list[int], at: int, states: list[int]) -> bool:
-        slot = 0 if self.groups[group] == "mamba" else at % BLOCK
-        return self._slots.get((group, table[at // BLOCK], slot)) == states[at]
+        text = self._texts[load.request]
+        self._contents.load(load.tables, text, load.start, load.tokens, failing)
 
     def _forward(self, name: str, scheduled: int) -> list[int]:
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens
-        start = end - scheduled
         self.computed[name] += scheduled
-        tokens = self._tokens[name]
-        states = digests(tokens)
+        text = self._texts[name]
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
-        good = self._readable(tables, states, start, start)
-        self._compute(tables, range(start, end), states if good else None)
-        # What is written is read again: of positions that share a slot only one is there.
-        if good and not self._readable(tables, states, start, end):
-            good = False
-            self._compute(tables, range(start, end), None)
+        good = self._contents.compute(tables, text, end - scheduled, end)
         if request.is_prefill_chunk:
             return []
-        tokens.append(next_token(tokens) if good else GARBAGE)
-        return tokens[-1:]
-
-    def _readable(
-        self, tables: Sequence[list[int]], states: list[int], start: int, end: int
-    ) -> bool:
-        return all(
-            self._holds(group, tables[group], at, states)
-            for group, kind in enumerate(self.groups)
-            for at in _read(kind, start, end)
-        )
-
-    def _compute(
-        self, tables: Sequence[list[int]], positions: range, states: list[int] | None
-    ) -> None:
-        for group, kind in enumerate(self.groups):
-            for at in positions[-1:] if kind == "mamba" else positions:
-                value = states[at] if states else _WRONG
-                self._write(group, tables[group][at // BLOCK], at, value)
-
-
-def _read(kind: str, start: int, end: int) -> Iterable[int]:
-    """Positions that must be there when the tokens from ``start`` to ``end`` are computed."""
-    if kind == "mamba":
-        return [end - 1] if end else []
-    return range(max(0, start - WINDOW + 1) if kind == "window" else 0, end)
+        text.extend([text.following if good else GARBAGE])
+        return text.tokens[-1:]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.beds.kv_contents import answer_to
 from tests.beds.load_failures import (
     Bed,
     Fault,
     last_block_of,
     prompt,
-    right_answer,
 )
 from tests.beds.registered import registered
 
@@ -394,6 +394,6 @@ def test_a_transfer_that_finishes_after_its_request_failed(patched: None) -> Non
 
 def test_right_answers_are_not_trivial() -> None:
     """The bed's own arithmetic: every token depends on all before it."""
-    answer = right_answer(prompt(1), 6)
-    assert right_answer([0, *prompt(1)[1:]], 6) != answer
+    answer = answer_to(prompt(1), 6)
+    assert answer_to([0, *prompt(1)[1:]], 6) != answer
     assert len(set(answer)) > 1

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from tests.beds.ending import died_of
 from tests.beds.failing_offload import FailingOffload
-from tests.beds.load_failures import Bed, last_block_of, prompt, right_answer
+from tests.beds.kv_contents import answer_to
+from tests.beds.load_failures import Bed, last_block_of, prompt
 from tests.beds.registered import registered
 
 HYBRIDS = (("full", "window"), ("full", "mamba"))
@@ -168,7 +170,7 @@ def _mixture(bed: Bed, seed: int) -> list[str]:
     for name, (tokens, length) in asked.items():
         # What was said before an error was right as well.
         said = bed.results[name].tokens
-        right = right_answer(tokens, length)
+        right = answer_to(tokens, length)
         if said != (right[: len(said)] if name in ended else right):
             found.append(f"{name} got wrong tokens {said[:4]}")
     free, usable = bed.free_blocks
@@ -192,7 +194,7 @@ def _mixtures(policy: str, groups: Sequence[str]) -> str:
         try:
             wrong = _mixture(bed, seed)
         except Exception as error:
-            wrong = [f"the engine died of {type(error).__name__}: {str(error)[:60]}"]
+            wrong = [died_of(error)]
         where = f"{'async' if asynchronous else 'sync'} {overlapped=} {caching=} {seed=}"
         found += [f"{where}: {one}" for one in wrong]
     return "; ".join(found)
