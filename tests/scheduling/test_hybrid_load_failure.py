@@ -138,6 +138,24 @@ def test_one_group_leaves_no_bad_prefix(patched: None, when: str) -> None:
     assert not found, "; ".join(found)
 
 
+@pytest.mark.parametrize("active", [False, True], ids=["stock", "plugin"])
+@pytest.mark.parametrize("at", [0, 3, -1])
+def test_what_one_group_recomputed_is_found_again(
+    installed_release: str, active: bool, at: int
+) -> None:
+    """vLLM leaves the failed block in the prefix cache; taken out, it must come back."""
+    with registered(active):
+        bed = Bed(("full",), 60, asynchronous=False)
+        bed.add("failing", prompt(1, 150), stored=128)
+        bed.faults = [last_block_of(0, at)]
+        found = bed.problems({"failing": (prompt(1, 150), 6)}, bed.run())
+        bed.connector.hits.clear()
+        bed.add("next", prompt(1, 150))
+        found += bed.problems({"next": (prompt(1, 150), 6)}, bed.run())
+    assert not found, "; ".join(found)
+    assert bed.computed["next"] < 150 - 128 + 6
+
+
 @pytest.mark.behaviour("HYBRID_LOAD_FAILURE.block_reports", wrong=f"{DIED}|never finished: loading")
 @pytest.mark.parametrize("retries", [1, 2], indirect=True)
 @pytest.mark.parametrize("groups", HYBRIDS, ids="+".join)

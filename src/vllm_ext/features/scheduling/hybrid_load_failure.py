@@ -20,6 +20,7 @@ from vllm_ext.features.scheduling import hybrid_load_failure_probes as probes
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
+_CACHE = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks"
 _INVALID = f"{_SCHEDULER}._handle_invalid_blocks"
 _RESUME = f"{_SCHEDULER}._update_waiting_for_remote_kv"
 _FINISHED = f"{_SCHEDULER}._update_from_kv_xfer_finished"
@@ -146,7 +147,21 @@ def recover_one_group(
         effect("HYBRID_LOAD_FAILURE.one_group", len(affected))
         return _start_over(self, affected, invalid_block_ids, num_scheduled_tokens)
     forget_invalid_prefixes(self, invalid_block_ids, affected, num_scheduled_tokens)
+    if self.recompute_kv_load_failures:
+        for request, first in affected.items():
+            _cache_again(self, request, first)
     return original(self, invalid_block_ids, num_scheduled_tokens)
+
+
+def _cache_again(scheduler: Any, request: Any, first: int) -> None:
+    """Have a request's blocks from a token on cached once they are computed again.
+
+    vLLM counts how many blocks of a request are in the prefix cache, and adds those beyond.
+    """
+    for group in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        cached = group.num_cached_block.get(request.request_id, 0)
+        if cached * group.block_size > first:
+            group.num_cached_block[request.request_id] = first // group.block_size
 
 
 def _start_over(
@@ -428,6 +443,7 @@ FEATURE = Feature(
             summary="With one group, too, nothing computed on a failed load is given or found.",
             seams=(Wrap(_INVALID, recover_one_group),),
             relies_on=(
+                _CACHE,
                 f"{_SCHEDULER}._preempt_request",
                 f"{_SCHEDULER}._free_request_blocks",
                 f"{_SCHEDULER}._update_after_schedule",

@@ -18,6 +18,7 @@ _PREDICATE = f"{_SCHEDULER}._request_blocks_can_be_freed"
 _ALLOCATE = "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots"
 
 _ADMISSION = "_vllm_ext_admission"
+_MOST_BLOCKS = "_vllm_ext_most_blocks"
 _SECONDS_BETWEEN_LINES = 60.0
 
 logger = logging.getLogger("vllm.vllm_ext")
@@ -84,7 +85,7 @@ class Guard:
     now, it holds: the refused request is then all there is in ``running``, so vLLM selects it as
     the victim, and ``_preempt_request`` preempts nobody. vLLM then stops: the victim was the
     request itself. Methods are replaced on the instances, so that overrides in a user's subclass
-    see real preemptions only, and schedulers that defer nothing pay nothing.
+    see real preemptions only, and schedulers that defer nothing, or have room, pay nothing.
     """
 
     __slots__ = ("_allocate", "_allocation", "_preempt", "_running", "_scheduler")
@@ -133,9 +134,38 @@ class Guard:
         RETRIES.note(self._scheduler, "PREEMPTION_FENCE.fence")
 
 
+def _has_room(scheduler: Any) -> bool:
+    """Whether no running request can be refused blocks, whatever this step schedules."""
+    try:
+        a_step, a_request = getattr(scheduler, _MOST_BLOCKS)
+    except AttributeError:
+        a_step, a_request = _most_blocks(scheduler)
+        setattr(scheduler, _MOST_BLOCKS, (a_step, a_request))
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return free >= a_step + a_request * len(scheduler.running)
+
+
+def _most_blocks(scheduler: Any) -> tuple[int, int]:
+    """The most blocks a step takes for all its tokens, and beside that for each running request.
+
+    A request's share of the tokens ends in one block it fills in part, in each group. Mamba
+    layers take one more for a partial hit, one for a checkpoint, and one a speculative token.
+    Groups with a pool of their own (HiSparse) may refuse whatever this one has.
+    """
+    manager = scheduler.kv_cache_manager
+    groups = manager.coordinator.single_type_managers
+    if any(group.block_pool is not manager.block_pool for group in groups):
+        return manager.block_pool.num_gpu_blocks, 0
+    size = min((group.kv_cache_spec.block_size for group in groups), default=1)
+    lookahead = -(-scheduler.num_lookahead_tokens // size)
+    more = max((getattr(one, "num_speculative_blocks", 0) for one in groups), default=0)
+    a_step = -(-scheduler.max_num_scheduled_tokens // size)
+    return len(groups) * a_step, len(groups) * (lookahead + more + 3)
+
+
 def guard_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Put off what a step would preempt in vain, where freed blocks wait for batches in flight."""
-    if not self.defer_block_free:
+    if not self.defer_block_free or _has_room(self):
         return original(self, *args, **kwargs)
     guard = Guard(self)
     try:
@@ -168,7 +198,7 @@ def hold_admission(original: Callable[..., Any], self: Any, request: Any) -> boo
 
 def open_admission(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Admission is held within one schedule() at most, also if it raises."""
-    if not self.defer_block_free:
+    if not self.defer_block_free or _has_room(self):
         return original(self, *args, **kwargs)
     held: list[Any] = []
     setattr(self, _ADMISSION, held)
