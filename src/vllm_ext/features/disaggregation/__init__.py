@@ -1,0 +1,1 @@
+"""Features of disaggregated serving: encoder, prefill and decode instances."""
