@@ -37,8 +37,6 @@ MOST = 8
 LEFT_OUT = (
     "state-space layers: a synchronous load takes a block more than vLLM counts, and the engine "
     "ends when that was the last (Cannot get 1 free blocks from the pool)",
-    "0.29.0 and 0.30.0: a request that waits for blocks stands before those whose loads are "
-    "through and hold them, and all wait for ever (Play.finish has them aborted then)",
 )
 # Machines within which a fault must have been found.
 FOUND_WITHIN = 200

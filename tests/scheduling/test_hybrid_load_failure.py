@@ -361,6 +361,23 @@ def test_loads_behind_a_failed_one_are_admitted(patched: None, groups: tuple[str
     assert not found, "; ".join(found)
 
 
+@pytest.mark.behaviour("HYBRID_LOAD_FAILURE.loaded_first", wrong="never finished: first, loaded")
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+def test_loaded_requests_go_past_one_that_finds_no_room(patched: None, order: str) -> None:
+    """The first one isn't known for a while, and then lacks what the others hold."""
+    asked = {"first": (prompt(1, 60), 6), "loaded": (prompt(2, 90), 6), "next": (prompt(3, 20), 6)}
+    bed = Bed(("full",), 8, asynchronous=True, order=order)
+    requests = {
+        name: bed.add(name, *how, stored=80 if name == "loaded" else 0)
+        for name, how in asked.items()
+    }
+    requests["loaded"].priority = 1
+    bed.connector.hits["first"] = None
+    bed.meanwhile = lambda: bed.connector.hits.update(first=0)
+    found = bed.problems(asked, bed.run())
+    assert not found, "; ".join(found)
+
+
 @pytest.mark.behaviour(
     "HYBRID_LOAD_FAILURE.bounded_retries", wrong=f"{DIED}|loaded 21 times, not 1"
 )

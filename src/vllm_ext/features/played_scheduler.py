@@ -80,6 +80,7 @@ def make_scheduler(
     overlapped: bool = False,
     caching: bool = True,
     batched_tokens: int = 64,
+    order: str = "fcfs",
     transfer: Any = None,
     kv_cache: Any = None,
     block_size: int = BLOCK,
@@ -88,9 +89,9 @@ def make_scheduler(
     """A scheduler with ``usable`` blocks, for a model that needs no files.
 
     ``groups``: kinds of its KV cache groups. ``overlapped``: an AsyncScheduler, which plans a step
-    before the last one's report is in. ``transfer``: the KVTransferConfig of its connector.
-    ``kv_cache``: its KVCacheConfig, if it isn't one of blocks of 16 tokens. ``unit``: tokens per
-    key of the prefix cache, if not those of a block.
+    before the last one's report is in. ``order``: the policy of its queues. ``transfer``: the
+    KVTransferConfig of its connector. ``kv_cache``: its KVCacheConfig, if it isn't one of blocks of
+    16 tokens. ``unit``: tokens per key of the prefix cache, if not those of a block.
     """
     from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -104,6 +105,7 @@ def make_scheduler(
             max_num_batched_tokens=batched_tokens,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
+            policy=order,
         ),
         kv_transfer_config=transfer,
     )

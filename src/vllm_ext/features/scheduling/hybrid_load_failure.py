@@ -16,6 +16,12 @@ from typing import Any
 from vllm_ext.core.feature import Feature, Option, Part, effect
 from vllm_ext.core.seams import Wrap
 from vllm_ext.features.scheduling import hybrid_load_failure_probes as probes
+from vllm_ext.features.scheduling.waiting_loads import (
+    admit_loaded_first,
+    release_own_reservation,
+    requeue_failed_loads,
+    wait_behind_loaded,
+)
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
@@ -237,58 +243,6 @@ def _log(scheduler: Any) -> Any:
     return logging.getLogger(type(scheduler).__module__)
 
 
-def release_own_reservation(
-    original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Forget what a request had reserved for the load that failed.
-
-    vLLM admits an asynchronous load only beside the blocks that loads in flight still need, and
-    would count the request's own first load among them.
-    """
-    failed = request.request_id in self.failed_recving_kv_req_ids
-    result = original(self, request, *args, **kwargs)
-    if failed and request.num_computed_tokens == 0 and request in self._inflight_prefills:
-        self._inflight_prefills.discard(request)
-        effect("HYBRID_LOAD_FAILURE.inflight_reservation")
-    return result
-
-
-def requeue_failed_loads(
-    original: Callable[..., Any], self: Any, kv_connector_output: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Free the blocks of loads that failed as soon as the connector has ended them.
-
-    vLLM does that when it reaches the request in its queue, which may be behind one that lacks
-    those very blocks; and it keeps the request in the queue of those that hold blocks, where all
-    others wait until it has been admitted.
-    """
-    result = original(self, kv_connector_output, *args, **kwargs)
-    for name in self.failed_recving_kv_req_ids & self.finished_recving_kv_req_ids:
-        request = self.requests[name]
-        # One group may have lost only the end of its load, and goes on with the rest.
-        if not request.num_computed_tokens:
-            self._update_waiting_for_remote_kv(request)
-            status = type(request.status)
-            request.status = status.PREEMPTED if request.num_preemptions else status.WAITING
-            wait_behind_loaded(self, request)
-    return result
-
-
-def wait_behind_loaded(scheduler: Any, request: Any) -> None:
-    """Put a request that has lost its blocks before those that have none, behind those with some.
-
-    Requests that are loaded can only be admitted, which needs few blocks, and then end.
-    """
-    holding = getattr(scheduler, "kv_holding_waiting", None)
-    if holding is None:
-        holding = scheduler.skipped_waiting
-    else:
-        scheduler.deferred_waiting.discard(request)
-    if request in holding:
-        holding.remove_requests([request])
-        scheduler.waiting.prepend_request(request)
-
-
 def note_failed_load(request: Any) -> None:
     """Count a failed load of a request that will be looked up again."""
     failures = getattr(request, _FAILED_LOADS, 0) + 1
@@ -401,6 +355,8 @@ FEATURE = Feature(
         "wrong tokens and a wrong prefix cache. On every release a request whose asynchronous "
         "load failed counts its own first load as reserved, and is never admitted again when "
         "blocks are scarce, nor is any that was loaded behind it; or it loads and fails for ever. "
+        "On 0.29.0 and 0.30.0 a request that waits for blocks may stand before those whose loads "
+        "are through and hold them, and all wait for ever. "
         "A transfer that a connector reports as finished after its request failed ends the "
         "engine. Models with one group keep vLLM's "
         "handling of block reports where it is right; it isn't where a second batch is in flight "
@@ -464,6 +420,13 @@ FEATURE = Feature(
                 f"{_SCHEDULER}.schedule",
             ),
             probe=probes.inflight_reservation,
+        ),
+        Part(
+            name="loaded_first",
+            summary="Requests that are loaded are admitted where those before them find no room.",
+            seams=(Wrap(f"{_SCHEDULER}.schedule", admit_loaded_first),),
+            relies_on=(_RESUME, f"{_SCHEDULER}._select_waiting_queue_for_scheduling"),
+            probe=probes.loaded_first,
         ),
         Part(
             name="bounded_retries",

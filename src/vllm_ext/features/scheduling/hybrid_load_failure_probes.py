@@ -15,8 +15,8 @@ from vllm_ext.features.played_scheduler import BLOCK, make_request
 def connector_class() -> type:
     """A KV connector whose hits are set by hand; its loads are kept for whoever plays the worker.
 
-    ``hits``: tokens that can be loaded, by request id. ``loads``: the loads asked for since the
-    last step, as (request id, block ids per group, first token, number of tokens).
+    ``hits``: tokens that can be loaded, by request id; None: not known yet. ``loads``: the loads
+    asked for since the last step, as (request id, block ids per group, first token, tokens).
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -27,7 +27,7 @@ def connector_class() -> type:
     class HandSetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(vllm_config, *args, **kwargs)
-            self.hits: dict[str, int] = {}
+            self.hits: dict[str, int | None] = {}
             self.loads: list[tuple[str, tuple[list[int], ...], int, int]] = []
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
             self._asynchronous = extra["asynchronous"]
@@ -35,8 +35,11 @@ def connector_class() -> type:
 
         def get_num_new_matched_tokens(
             self, request: Any, num_computed_tokens: int
-        ) -> tuple[int, bool]:
-            found = max(self.hits.get(request.request_id, 0) - num_computed_tokens, 0)
+        ) -> tuple[int | None, bool]:
+            stored = self.hits.get(request.request_id, 0)
+            if stored is None:
+                return None, False
+            found = max(stored - num_computed_tokens, 0)
             self._local[request.request_id] = num_computed_tokens
             return found, bool(found) and self._asynchronous
 
@@ -83,11 +86,13 @@ def make_scheduler(
     overlapped: bool = False,
     caching: bool = True,
     batched_tokens: int = 64,
+    order: str = "fcfs",
 ) -> Any:
     """A scheduler with ``blocks`` usable blocks of 16 tokens, for a model that needs no files.
 
     ``groups``: one of ``full``, ``window`` (32 tokens) and ``mamba`` (align) per KV cache group.
     ``overlapped``: an AsyncScheduler, with two batches in flight. ``caching``: of prefixes.
+    ``order``: the policy of its queues.
     """
     from vllm.config import KVTransferConfig
 
@@ -104,6 +109,7 @@ def make_scheduler(
         overlapped=overlapped,
         caching=caching,
         batched_tokens=batched_tokens,
+        order=order,
         transfer=transfer,
     )
 
@@ -213,6 +219,28 @@ def inflight_reservation() -> Judgement:
         Verdict.ACTIVE,
         f"a request of {need} blocks whose load failed is not admitted to {free} free blocks, "
         "because its first load stays reserved",
+    )
+
+
+def loaded_first() -> Judgement:
+    """A request that needs half of the pool comes before one whose load holds three quarters."""
+    scheduler = make_scheduler(("full",), 8, asynchronous=True)
+    scheduler.connector.hits |= {"first": None, "probe": 96}
+    for name, tokens in (("first", 60), ("probe", 100)):
+        scheduler.add_request(make_request(name, range(1, tokens + 1), 4))
+    planned = scheduler.schedule()
+    # The first is skipped as long as the connector doesn't know what it has of it.
+    scheduler.connector.hits["first"] = 0
+    scheduler.update_from_output(planned, output_of(scheduler, planned, finished={"probe"}))
+    for _ in range(5):
+        planned = scheduler.schedule()
+        if planned.num_scheduled_tokens:
+            return Judgement(Verdict.NATIVE, "who is loaded goes on past who waits for blocks")
+        scheduler.update_from_output(planned, output_of(scheduler, planned))
+    return Judgement(
+        Verdict.ACTIVE,
+        "a request that waits for 4 blocks stands before one that is loaded and holds 6 of 8, "
+        "and neither is ever admitted",
     )
 
 
