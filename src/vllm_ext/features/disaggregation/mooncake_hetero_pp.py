@@ -96,8 +96,9 @@ async def name_old_peer(
 ) -> Any:
     """Say once who doesn't send its pipeline size, though it holds a part of the layers only."""
     own = set(self.registered_layer_names)
-    # 0.33.0 sends the layers of a peer once; a peer that old sends them always.
-    lacking = own - set(meta.registered_layer_names) if meta.registered_layer_names else set()
+    # 0.33.0 leaves out the layers after the first pull; a peer that old sends them always.
+    told = getattr(meta, "vllm_ext", None) or not meta.registered_layer_names
+    lacking = set() if told else own - set(meta.registered_layer_names)
     named = vars(self).setdefault(_NAMED, set())
     peer = (meta.remote_hostname, meta.remote_port)
     if lacking and getattr(meta, "remote_pp_size", 1) == 1 and peer not in named:

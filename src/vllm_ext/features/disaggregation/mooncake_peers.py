@@ -31,6 +31,7 @@ class Transfer:
     ranks: list[int] = field(default_factory=list)
     stages: int = 1
     by_layers: bool = False
+    limit: int = 0
     engine: int | None = None
     under_way: int = 0
 
@@ -82,7 +83,7 @@ class Ledger:
             transfer.stages = size if size != own else 1
             # Stages of other partitions come for the rest, as far as they need it.
             transfer.by_layers = bool(identity) and size == own > 1
-            transfer.engine = identity[0] if identity else None
+            transfer.engine, transfer.limit = (identity[0], identity[3]) if identity else (None, 0)
         _forget_oldest(self._transfers, self._worker.reqs_need_send)
 
     def settle(self, meta: Any, transfer_ids: Iterable[str], failed: bool) -> None:
@@ -121,7 +122,7 @@ class Ledger:
 
     def _complete(self, transfer: Transfer) -> bool:
         if transfer.by_layers:
-            own = set(self._worker.registered_layer_names)
+            own = self._own(transfer.limit)
             pulled: dict[int, set[str]] = {rank: set() for rank in transfer.ranks}
             for rank, layers in transfer.settled:
                 pulled.setdefault(rank, set()).update(layers)
@@ -131,6 +132,13 @@ class Ledger:
         known = self._engines.get(transfer.engine) if transfer.engine is not None else None
         excused = known.excused if known else set()
         return len(transfer.settled | excused) >= len(transfer.ranks) * transfer.stages
+
+    def _own(self, limit: int) -> set[str]:
+        """This worker's layers, but those of a draft model that the consumer hasn't."""
+        layers = zip(
+            self._worker.registered_layer_names, self._worker.registered_layer_indices, strict=True
+        )
+        return {name for name, index in layers if not limit or index < limit}
 
     def meet(self, meta: Any) -> Engine:
         """The consumer that pulls. One that has been started anew is another one."""

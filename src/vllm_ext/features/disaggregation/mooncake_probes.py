@@ -127,7 +127,7 @@ def stages() -> Judgement:
         producers = [play.worker(_P, [at], pp=(at, 4)) for at in range(4)]
         consumers = [play.worker(_D, [2 * at, 2 * at + 1], pp=(at, 2)) for at in range(2)]
         counts = []
-        for number in range(2):
+        for number in range(3):
             before = play.pulls
             for producer in producers:
                 play.prefilled(producer, f"p{number}", f"t{number}", [1])
@@ -137,18 +137,21 @@ def stages() -> Judgement:
             counts.append(play.pulls - before)
             if not all(play.sent(producer) for producer in producers):
                 return Judgement(Verdict.ACTIVE, "P holds blocks that all stages have pulled")
-        if counts[1] == 4:
-            return Judgement(Verdict.NATIVE, "a D counts its layers; 4 pulls for 4 P stages and 2")
-    return Judgement(Verdict.ACTIVE, f"4 P stages and 2 D stages need {counts[1]} pulls a request")
+        if counts[2] == 4:
+            return Judgement(Verdict.NATIVE, "a D counts its layers; 4 P and 2 D stages: 4 pulls")
+    return Judgement(Verdict.ACTIVE, f"4 P stages and 2 D stages need {counts[2]} pulls a request")
 
 
 def old_peer() -> Judgement:
     """A pull without a pipeline size, by a worker that holds a part of the layers."""
+    from msgspec import msgpack
+
     lines: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     with mooncake() as play:
         producer, consumer = play.worker(_P, [0, 1]), play.worker(_D, [0])
+        consumer._encoder = msgpack.Encoder()
         logger = logging.getLogger(type(producer).__module__)
         logger.addHandler(listener)
         try:

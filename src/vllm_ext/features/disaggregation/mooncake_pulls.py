@@ -214,9 +214,17 @@ def missing_layers(worker: Any, addresses: Iterable[tuple[str, str]]) -> list[st
     return [name for name in dict.fromkeys(worker.registered_layer_names) if name not in covered]
 
 
+def target_layers(worker: Any) -> int | None:
+    """Number of layers of the worker's model; None if a draft model may have some behind them."""
+    if getattr(worker.vllm_config, "speculative_config", None):
+        return None
+    count: int = worker.model_config.get_total_num_hidden_layers()
+    return count
+
+
 def _of_target(worker: Any, names: list[str]) -> list[str]:
     """Those layers that aren't a draft model's, whose KV only costs acceptance."""
-    if not getattr(worker.vllm_config, "speculative_config", None):
+    if target_layers(worker) is not None:
         return names
     indices = dict(
         zip(worker.registered_layer_names, worker.registered_layer_indices, strict=True)

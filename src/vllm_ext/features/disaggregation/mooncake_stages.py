@@ -1,7 +1,8 @@
 """What producer and consumer tell each other of their stages, and what they do with it.
 
-With a pull a consumer worker sends ``[engine, stage, ask]``: a number for its instance, its
-pipeline rank, and whether it doesn't know yet which layers the two have in common. The producer
+With a pull a consumer worker sends ``[engine, stage, ask, limit]``: a number for its instance, its
+pipeline rank, whether it doesn't know yet which layers the two have in common, and the number of
+layers of its model (0 if there may be a draft model's behind them). The producer
 answers ``[layers, excused]``: the common layers if asked, and whether this worker needn't pull
 here any more. Both are a field ``vllm_ext`` that other peers leave aside.
 """
@@ -21,6 +22,7 @@ from vllm_ext.features.disaggregation.mooncake_pulls import (
     Pull,
     count_layers,
     producers_of,
+    target_layers,
 )
 from vllm_ext.features.disaggregation.mooncake_wire import extend, vllm_type
 
@@ -35,13 +37,14 @@ def exchange_stages(
     """Have the worker send and understand the field."""
     original(self, *args, **kwargs)
     number = int.from_bytes(hashlib.blake2b(self.engine_id.encode(), digest_size=7).digest())
+    limit = target_layers(self) or 0
 
     def introduce(message: Any) -> list[Any] | None:
         pull = PULL.get()
         if pull is None:
             return None
         ask = (pull.engine, pull.address) not in producers_of(self).shared
-        return [number, self.pp_rank, ask]
+        return [number, self.pp_rank, ask, limit]
 
     def answer(message: Any) -> list[Any] | None:
         meta = _SERVED.get()
