@@ -59,7 +59,7 @@ def recorded(release: str, part: str) -> Verdict:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "behaviour(part, wrong): what users must see of a part")
     config.addinivalue_line("markers", "full: too long for CI, runs in test-all only")
-    config.addinivalue_line("markers", "ci(releases): where CI runs an engine test, if not 0.29.0")
+    config.addinivalue_line("markers", "ci(releases): where CI runs a test, if not (an engine test) on 0.29.0")
     config.addinivalue_line("markers", "rust_frontend: runs only with --rust-frontend")
     config.addinivalue_line("markers", "area(name): the area of features a test belongs to")
     if path := os.environ.get(REPORTS):
@@ -131,12 +131,12 @@ def _selected(item: pytest.Item, config: pytest.Config) -> bool:
         return not area or area_of == area
     if item.get_closest_marker("full"):
         return False
-    if item.get_closest_marker("engine") is None:
+    named = item.get_closest_marker("ci")
+    if named is None and item.get_closest_marker("engine") is None:
         return True
     # In CI an engine test runs where most parts are active, on the first model of its list.
     model = _fixed(item, "model")
     release = _fixed(item, "release") or _fixed(item, "installed_release")
-    named = item.get_closest_marker("ci")
     releases = named.args if named else (CI_RELEASE,)
     return release in (None, *releases) and model in (None, _first_model(item))
 

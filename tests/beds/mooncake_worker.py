@@ -110,6 +110,16 @@ class Worker:
         self._until(lambda: self._ended >= count)
         return self._ended
 
+    def settle(self) -> None:
+        """Consumer: wait until everything its receiver has begun is over."""
+        import asyncio
+
+        async def rest() -> None:
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others)
+
+        asyncio.run_coroutine_threadsafe(rest(), self.worker.receiver_loop).result(PATIENCE)
+
     def asked(self, count: int) -> int:
         """Producer: wait until so many pulls have come in; returns how many have."""
         self._until(lambda: self._asked >= count)
@@ -133,6 +143,29 @@ class Worker:
             params = {"transfer_id": transfer}
             meta.add_new_req(request, known, params, load_remote_cache=False)
             self.worker.start_load_kv(meta)
+
+    def expire(self, transfer: str) -> None:
+        """Producer: a request expires between the end of its prefill and the pulls that wait."""
+        import asyncio
+
+        async def expire() -> None:
+            self.worker.reqs_need_send.pop(transfer).ready.set()
+
+        asyncio.run_coroutine_threadsafe(expire(), self.worker.sender_loop).result(PATIENCE)
+
+    def forget_introduction(self) -> None:
+        """Consumer: send what a stock worker of the release sends."""
+        import msgspec
+
+        self.worker._encoder = msgspec.msgpack.Encoder()
+
+    def waiting(self, transfer: str) -> bool:
+        """Producer: wait until a pull waits for the end of the prefill; whether one does."""
+        end = time.monotonic() + PATIENCE
+        while transfer not in self.worker.reqs_need_send and time.monotonic() < end:
+            # The side channel tells nobody else when it has taken a pull.
+            threading.Event().wait(0.005)
+        return transfer in self.worker.reqs_need_send
 
     def step(self) -> dict[str, Any]:
         """What an engine step collects, all steps together: finished, failed, expired."""

@@ -26,6 +26,8 @@ from tests.beds.mooncake import ENVIRONMENT
 from vllm_ext.checks.server import free_port
 
 HEADS = 2
+# Blocks of the producer that a request has, and the consumer's that they go to.
+SOURCE, TARGET = [3, 4, 6], [7, 9, 8]
 
 
 class OrderFailed(RuntimeError):
@@ -65,6 +67,18 @@ class Worker:
             raise OrderFailed(f"{value}\n{self.log()[-3000:]}")
         return value
 
+    def load(
+        self, producer: Instance, number: int, *, name: str = "d", blocks: Sequence[int] = TARGET
+    ) -> None:
+        """Start to pull ``d<number>`` from a producer."""
+        self.ask(
+            "load", f"{name}{number}", f"t{number}", list(blocks), producer.engine, producer.port
+        )
+
+    def settle(self) -> None:
+        """Wait until no pull of this worker is under way."""
+        self.ask("settle")
+
     def log(self) -> str:
         """What it has logged."""
         return self._log.read_text("utf-8", "replace")
@@ -95,6 +109,55 @@ class Instance:
         for worker in self.workers:
             worker.tell(order, *arguments)
         return [worker.answer() for worker in self.workers]
+
+    def prefill(self, number: int) -> None:
+        """Request ``p<number>`` is computed by all workers: ``SOURCE`` blocks of it are ready."""
+        self.everyone("prefilled", f"p{number}", f"t{number}", SOURCE)
+
+    def load(
+        self, producer: Instance, number: int, *, name: str = "d", blocks: Sequence[int] = TARGET
+    ) -> None:
+        """All workers pull ``d<number>`` from a producer; returns when no pull is under way."""
+        for worker in self.workers:
+            worker.load(producer, number, name=name, blocks=blocks)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until no pull is under way."""
+        for worker in self.workers:
+            worker.settle()
+
+    def finished(self, number: int, name: str = "d") -> list[bool]:
+        """By worker: whether the load is reported as over, with no block invalid."""
+        told = self.everyone("step")
+        return [
+            f"{name}{number}" in one["received"]
+            and not one["failed_blocks"]
+            and f"{name}{number}" not in one["failed"]
+            for one in told
+        ]
+
+    def failed(self, number: int, name: str = "d") -> list[bool]:
+        """By worker: whether the load is reported as over and failed."""
+        told = self.everyone("step")
+        return [
+            f"{name}{number}" in one["received"] and bool(one["failed_blocks"] or one["failed"])
+            for one in told
+        ]
+
+    def filled(self, blocks: Sequence[int] = TARGET) -> list[bool]:
+        """By worker: whether each byte of these blocks is the producer's, and all others are 0."""
+        pairs = dict(zip(map(str, blocks), SOURCE, strict=True))
+        found = self.everyone("contents", pairs)
+        return [bool(one["right"]) and not one["untouched"] + one["wrong"] for one in found]
+
+    def freed(self, number: int) -> list[bool]:
+        """By worker: whether the engine may free the blocks of ``p<number>`` now."""
+        return [f"p{number}" in one["sent"] for one in self.everyone("step")]
+
+    def total(self, count: str) -> int:
+        """The sum of a count of ``step`` over all workers: ``expired``, ``pulls``, ``bytes``."""
+        return sum(one[count] for one in self.everyone("step"))
 
     def log(self) -> str:
         """What all workers have logged."""
@@ -160,14 +223,15 @@ class Imported:
         engine = engine or f"{role}-{uuid.uuid4().hex[:8]}"
         port = free_port()
         listener = socket.socket(socket.AF_UNIX)
-        path = str(self._folder / engine)
+        unique = uuid.uuid4().hex[:8]
+        path = str(self._folder / unique)
         listener.bind(path)
         listener.listen()
         workers: list[Worker] = []
         try:
             for pp_rank, layers in enumerate(partition):
                 for tp_rank in range(tp):
-                    log = self._folder / f"{engine}-{pp_rank}-{tp_rank}.log"
+                    log = self._folder / f"{unique}-{pp_rank}-{tp_rank}.log"
                     assert self._process.stdin
                     self._process.stdin.write(json.dumps([path, str(log)]) + "\n")
                     self._process.stdin.flush()
