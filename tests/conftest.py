@@ -59,7 +59,9 @@ def recorded(release: str, part: str) -> Verdict:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "behaviour(part, wrong): what users must see of a part")
     config.addinivalue_line("markers", "full: too long for CI, runs in test-all only")
-    config.addinivalue_line("markers", "ci(releases): where CI runs a test, if not (an engine test) on 0.29.0")
+    config.addinivalue_line(
+        "markers", "ci(releases): where CI runs a test, if not (an engine test) on 0.29.0"
+    )
     config.addinivalue_line("markers", "rust_frontend: runs only with --rust-frontend")
     config.addinivalue_line("markers", "area(name): the area of features a test belongs to")
     if path := os.environ.get(REPORTS):

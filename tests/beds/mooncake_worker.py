@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,7 +78,9 @@ class Worker:
 
     def _watch(self) -> None:
         """Count the pulls that end here, on either side, and what the producer is asked."""
-        name = "send_kv_to_decode" if self.worker.is_kv_producer else "receive_kv_from_single_worker"
+        name = (
+            "send_kv_to_decode" if self.worker.is_kv_producer else "receive_kv_from_single_worker"
+        )
         original = getattr(self.worker, name)
 
         async def watched(*args: Any, **kwargs: Any) -> Any:
@@ -222,7 +224,7 @@ def _shimmed(how: dict[str, Any]) -> Any:
 
     import torch
 
-    module = importlib.import_module(CONNECTOR)
+    module: Any = importlib.import_module(CONNECTOR)
     torch.accelerator.current_device_index = lambda: 0
     module.current_platform.set_device = lambda *args: None
     module.get_tensor_model_parallel_rank = lambda: how["tp_rank"]
@@ -270,12 +272,6 @@ def _configs(how: dict[str, Any], heads: int) -> tuple[Any, Any]:
     return config, kv_cache
 
 
-def _orders(connection: socket.socket) -> Iterator[tuple[Any, Any]]:
-    with connection, connection.makefile("rw") as pipe:
-        for line in pipe:
-            yield json.loads(line), lambda words: (pipe.write(json.dumps(words) + "\n"), pipe.flush())
-
-
 def _serve(path: str, log: str) -> None:
     """The forked process: orders and answers as JSON lines over the socket at ``path``."""
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -284,18 +280,20 @@ def _serve(path: str, log: str) -> None:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     worker: Any = None
-    for (order, *arguments), answer in _orders(connection):
-        try:
-            if order == "start":
-                worker = Worker(*arguments)
-                answer(["ok", os.getpid()])
-            else:
-                answer(["ok", getattr(worker, order)(*arguments)])
-        except Exception as error:
-            import traceback
-
-            traceback.print_exc()
-            answer(["error", f"{type(error).__name__}: {error}"])
+    with connection, connection.makefile("rw") as pipe:
+        for line in pipe:
+            order, *arguments = json.loads(line)
+            try:
+                if order == "start":
+                    worker, told = Worker(*arguments), os.getpid()
+                else:
+                    told = getattr(worker, order)(*arguments)
+                answer = ["ok", told]
+            except Exception as error:
+                traceback.print_exc()
+                answer = ["error", f"{type(error).__name__}: {error}"]
+            pipe.write(json.dumps(answer) + "\n")
+            pipe.flush()
     os._exit(0)
 
 

@@ -136,9 +136,7 @@ def test_a_refused_pull_is_reported(release: str, plugin: str, imported: Get) ->
 
 @pytest.mark.full
 @pytest.mark.behaviour("MOONCAKE_HETERO_PP.failed_pulls", wrong=r"D waits for ever")
-def test_a_producer_that_is_unknown_is_reported(
-    release: str, plugin: str, imported: Get
-) -> None:
+def test_a_producer_that_is_unknown_is_reported(release: str, plugin: str, imported: Get) -> None:
     vllm = imported(release, plugin)
     with vllm.instance(P, [[0, 1]]) as p, vllm.instance(D, [[0, 1]]) as d:
         p.engine = "another"

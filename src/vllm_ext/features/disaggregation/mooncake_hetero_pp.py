@@ -149,8 +149,9 @@ FEATURE = Feature(
                 Wrap(_SERVE, peers.serve_pull),
                 Wrap(_COUNT, peers.count_peers),
                 Wrap(_READY, peers.record_ready),
+                Wrap(_EXPIRE, peers.forget_expired),
             ),
-            relies_on=(_START, _EXPIRE, f"{_WORKER}._sender_worker"),
+            relies_on=(_START, f"{_WORKER}._sender_worker"),
             probe=probes.peers,
         ),
         Part(

@@ -54,21 +54,24 @@ class Ledger:
         self._layers: OrderedDict[tuple[str, int], tuple[str, ...]] = OrderedDict()
         self._engines: OrderedDict[int, Engine] = OrderedDict()
 
-    def layers(self, meta: Any) -> tuple[str, ...]:
-        """The layers of the peer that pulls; 0.33.0 sends them once per peer only."""
+    def layers(self, meta: Any) -> tuple[str, ...] | None:
+        """The layers of the peer that pulls, if known: 0.33.0 sends them once per peer only."""
         place = (meta.remote_hostname, meta.remote_port)
         if meta.registered_layer_names:
             self._layers[place] = tuple(meta.registered_layer_names)
             _forget_oldest(self._layers)
-        return self._layers.get(place, (f"{place[0]}:{place[1]}",))
+        return self._layers.get(place)
 
     def peer(self, meta: Any) -> Peer:
         """Who pulls."""
-        return meta.remote_tp_rank, self.layers(meta)
+        place = f"{meta.remote_hostname}:{meta.remote_port}"
+        return meta.remote_tp_rank, self.layers(meta) or (place,)
 
-    def shared(self, meta: Any) -> list[str]:
-        """The layers that this worker and the peer both hold, in this worker's order."""
-        theirs = set(self.layers(meta))
+    def shared(self, meta: Any) -> list[str] | None:
+        """The layers that this worker and the peer both hold; None if the peer's aren't known."""
+        theirs = self.layers(meta)
+        if theirs is None:
+            return None
         own = dict.fromkeys(self._worker.registered_layer_names)
         return [name for name in own if name in theirs]
 
@@ -157,7 +160,7 @@ class Ledger:
         """Whether the peer needn't pull here any more: no layer in common, and others have some."""
         size = getattr(meta, "remote_pp_size", 1)
         engine = self.meet(meta)
-        if self.shared(meta) or not engine.sharing or size in (1, self._worker.pp_size):
+        if self.shared(meta) != [] or not engine.sharing or size in (1, self._worker.pp_size):
             return False
         if self.peer(meta) not in engine.excused:
             engine.excused.add(self.peer(meta))
@@ -255,6 +258,14 @@ def count_peers(
     """Have vLLM's own count of pulls never reach the number of peers."""
     result = original(self, send_meta, *args, **kwargs)
     send_meta.need_send = -abs(send_meta.need_send)
+    return result
+
+
+async def forget_expired(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Forget the peers of requests that vLLM gives up, since their ids may come again."""
+    before = set(self.reqs_need_send)
+    result = await original(self, *args, **kwargs)
+    ledger_of(self).forget(before - self.reqs_need_send.keys())
     return result
 
 

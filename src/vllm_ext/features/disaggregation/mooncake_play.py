@@ -108,7 +108,9 @@ class Play:
         loop = asyncio.get_running_loop()
         waiting: asyncio.Queue[bytes] = asyncio.Queue()
         identity = str(next(_PORTS)).encode()
-        answers[identity] = lambda data: loop.call_soon_threadsafe(waiting.put_nowait, data) and None
+        answers[identity] = lambda data: (
+            loop.call_soon_threadsafe(waiting.put_nowait, data) and None
+        )
 
         async def send(data: bytes) -> None:
             self.pulls += 1

@@ -226,9 +226,7 @@ def _of_target(worker: Any, names: list[str]) -> list[str]:
     """Those layers that aren't a draft model's, whose KV only costs acceptance."""
     if target_layers(worker) is not None:
         return names
-    indices = dict(
-        zip(worker.registered_layer_names, worker.registered_layer_indices, strict=True)
-    )
+    indices = dict(zip(worker.registered_layer_names, worker.registered_layer_indices, strict=True))
     count = worker.model_config.get_total_num_hidden_layers()
     return [name for name in names if indices[name] < count]
 
@@ -266,7 +264,7 @@ def count_layers(worker: Any, response: Any, pull_metas: dict[str, Any], part: s
             continue
         contacted: set[tuple[str, str]] = vars(meta).setdefault("_vllm_ext_contacted", set())
         contacted.add(place)
-        if meta.pull_tasks_count != 1 or not any(meta.local_block_ids):
+        if meta.pull_tasks_count != 1:
             continue
         missing = missing_layers(worker, contacted)
         if not missing:
@@ -280,6 +278,9 @@ def count_layers(worker: Any, response: Any, pull_metas: dict[str, Any], part: s
             vars(meta).setdefault("_vllm_ext_tasks", []).append(task)
         if others:
             effect(part)
+        elif not any(meta.local_block_ids):
+            # No load, but a message that lets the producer free its blocks.
+            continue
         elif left := _of_target(worker, missing):
             lacking[request] = left
         else:

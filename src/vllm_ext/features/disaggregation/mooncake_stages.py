@@ -31,9 +31,7 @@ _FIELD = ("vllm_ext", list[Any] | None, None)
 _SERVED: ContextVar[Any] = ContextVar("served", default=None)
 
 
-def exchange_stages(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> None:
+def exchange_stages(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     """Have the worker send and understand the field."""
     original(self, *args, **kwargs)
     number = int.from_bytes(hashlib.blake2b(self.engine_id.encode(), digest_size=7).digest())
