@@ -66,6 +66,14 @@ VERDICTS = {
         "reset_pins": "active active active native native",
         "counters": "active active native native native",
     },
+    "MOONCAKE_HETERO_PP": {
+        "hetero_pp": "active native native native native",
+        "peers": "active active active active active",
+        "failed_pulls": "active native native native native",
+        "unreported": "idle active active active native",
+        "stages": "active active active active active",
+        "old_peer": "active active active active active",
+    },
     "SCORE_USAGE": {
         "prompt_tokens": "active native native native native",
         "missing_inputs": "idle active active active active",

@@ -121,6 +121,13 @@ def test_same_number_of_stages_with_another_partition(
         p.prefill(2)
         d.load(p, 2, blocks=[])
         assert all(p.freed(2))
+        # So do those whose pull from their own stage fails: that stage has three blocks.
+        p.prefill(3)
+        d[1].load(p, 3, blocks=[7, 9, 8, 10])
+        d[0].load(p, 3)
+        d.settle()
+        assert d.failed(3) == [False, True]
+        assert all(p.freed(3))
         assert p.total("expired") == 0
 
 

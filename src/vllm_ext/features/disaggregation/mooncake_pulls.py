@@ -9,7 +9,7 @@ import asyncio
 import queue
 from collections.abc import Callable, Collection, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_ext.core.feature import effect
@@ -288,6 +288,30 @@ def count_layers(worker: Any, response: Any, pull_metas: dict[str, Any], part: s
     if lacking:
         _fail_uncovered(worker, response, pull_metas, lacking)
         effect(part, len(lacking))
+
+
+def release_elsewhere(worker: Any, pull: Pull, pull_metas: dict[str, Any]) -> None:
+    """After a failed pull: tell the producers of further layers that nothing more is pulled.
+
+    Needed with the same number of stages in another partition alone: there they are asked last.
+    """
+    stages = worker._remote_agents.get(pull.engine, {}).values()
+    place = (pull.engine, pull.address)
+    if not all(len(stage) == worker.pp_size > 1 for stage in stages):
+        return
+    for request, meta in pull_metas.items():
+        if not vars(meta).get("failed") or vars(meta).get("_vllm_ext_released"):
+            continue
+        meta._vllm_ext_released = True
+        if not any(meta.local_block_ids) or not missing_layers(worker, [place]):
+            continue
+        # A pull without blocks; its count never gets to 0, so that nothing is reported for it.
+        empty = replace(meta, local_block_ids=[], pull_tasks_count=2)
+        contacted = vars(meta).get("_vllm_ext_contacted", set()) | {place}
+        meta._vllm_ext_tasks = [
+            asyncio.create_task(worker.receive_kv_from_single_worker(address, {request: empty}))
+            for address in _other_addresses(worker, pull.engine, contacted)
+        ]
 
 
 def _fail_uncovered(

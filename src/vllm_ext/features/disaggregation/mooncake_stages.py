@@ -22,6 +22,7 @@ from vllm_ext.features.disaggregation.mooncake_pulls import (
     Pull,
     count_layers,
     producers_of,
+    release_elsewhere,
     target_layers,
 )
 from vllm_ext.features.disaggregation.mooncake_wire import extend, vllm_type
@@ -34,7 +35,11 @@ _SERVED: ContextVar[Any] = ContextVar("served", default=None)
 def exchange_stages(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     """Have the worker send and understand the field."""
     original(self, *args, **kwargs)
-    number = int.from_bytes(hashlib.blake2b(self.engine_id.encode(), digest_size=7).digest())
+    # Data-parallel ranks, and instances that were given one id by mistake, are apart.
+    config = self.vllm_config
+    rank = config.parallel_config.data_parallel_index
+    name = f"{self.engine_id} {getattr(config, 'instance_id', '')} {rank}"
+    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
     limit = target_layers(self) or 0
 
     def introduce(message: Any) -> list[Any] | None:
@@ -119,7 +124,9 @@ async def pull_stage(
     if pull is None or pull.address != worker_addr:
         PULL.set(pull := Pull(worker_addr, engine))
     if (engine, worker_addr) not in producers_of(self).skipped:
-        return await original(self, worker_addr, pull_metas, *args, **kwargs)
+        result = await original(self, worker_addr, pull_metas, *args, **kwargs)
+        release_elsewhere(self, pull, pull_metas)
+        return result
     effect(PART)
     self.process_pulling_result(_all_well(self, pull_metas), pull_metas.copy())
 
