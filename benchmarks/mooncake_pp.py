@@ -43,9 +43,10 @@ def _row(p: Instance, d: Instance, number: int, before: tuple[int, int]) -> Row:
     over = time.time()
     told = [worker.ask("sent", f"p{number}") for worker in p.workers]
     freed = max(one["sent_at"][f"p{number}"] for one in told) - over
-    filled = d.filled()
+    # Served is who has all bytes and knows it.
+    served = [all(both) for both in zip(d.filled(), d.finished(number), strict=True)]
     return Row(
-        f"{filled.count(True)} of {len(filled)}",
+        f"{served.count(True)} of {len(served)}",
         max(freed, 0.0),
         p.total("expired"),
         p.total("pulls") - before[0],
