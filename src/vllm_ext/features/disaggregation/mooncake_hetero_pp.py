@@ -188,6 +188,7 @@ FEATURE = Feature(
             ),
             relies_on=(_START, _COUNT, _READY),
             probe=probes.stages,
+            check=probes.coverage,
         ),
         Part(
             name="old_peer",
