@@ -119,14 +119,15 @@ class Play:
 
         yield SimpleNamespace(send=send, recv=waiting.get, setsockopt=lambda *args: None)
 
-    def load(self, consumer: Any, request: str, transfer: str, blocks: list[int]) -> None:
-        """Have a consumer worker pull from all producer workers made so far."""
+    def load(self, consumer: Any, request: str, transfer: str, blocks: list[int]) -> Any:
+        """Have a consumer worker pull from all producer workers made so far; returns the pull."""
         consumer._remote_agents["p"] = {0: dict(enumerate(self._servers))}
         consumer._tp_size["p"] = 1
         meta = self._module.MooncakeConnectorMetadata()
         params = {"transfer_id": transfer, "remote_engine_id": "p", "remote_bootstrap_addr": ""}
         meta.add_new_req(request, [blocks], params)
         consumer.start_load_kv(meta)
+        return meta.reqs_to_recv["p"][request]
 
     def prefilled(self, producer: Any, request: str, transfer: str, blocks: list[int]) -> None:
         """A request of the producer is scheduled and computed."""

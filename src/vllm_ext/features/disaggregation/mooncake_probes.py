@@ -117,9 +117,10 @@ def coverage() -> Judgement:
     with mooncake() as play:
         producer, consumer = play.worker(_P, [0]), play.worker(_D, [0, 1])
         play.prefilled(producer, "p0", "t", [1])
-        play.load(consumer, "d0", "t", [3])
+        pull = play.load(consumer, "d0", "t", [3])
         play.settle(consumer)
-        if play.received(consumer) == ({"d0"}, set()):
+        # On 0.29.0 failed_pulls reports it to the scheduler.
+        if not vars(pull).get("failed"):
             return Judgement(
                 Verdict.ACTIVE, "a D with layers 0 and 1 goes on with layer 0 alone from P"
             )
