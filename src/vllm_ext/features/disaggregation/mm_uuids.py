@@ -91,8 +91,8 @@ def keep_explicit_uuids(
 ) -> Any:
     """Put the caller's UUIDs back where vLLM has replaced them, and judge them as ever.
 
-    ``None`` is no UUID, the empty string is one. Modalities without data keep theirs. Raises
-    ValueError where vLLM does with a cache on: for a list that is longer or shorter than the data.
+    ``None`` is no UUID, the empty string is one. Modalities without data keep theirs. Raises what
+    vLLM raises with a cache on (ValueError) for a list that is longer or shorter than the data.
     """
     made = original(self, mm_data, mm_data_items, mm_uuid_items, mm_req_id)
     if not _caches_off(self):

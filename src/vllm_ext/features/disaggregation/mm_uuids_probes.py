@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_ext.core.feature import Judgement, Verdict
 from vllm_ext.features import played_scheduler
@@ -30,7 +30,9 @@ def renderer(*, ec: bool = False, kv: str = "", caching: bool = False) -> Any:
     from vllm.renderers.base import BaseRenderer
 
     class Parser(MultiModalDataParser):  # type: ignore[misc]
-        embedding_fields = {"image": {"image_embeds": "values", "image_grid_thw": "metadata"}}
+        embedding_fields: ClassVar = {
+            "image": {"image_embeds": "values", "image_grid_thw": "metadata"}
+        }
 
         def _parse_image_data(self, data: Any) -> Any:
             if not isinstance(data, dict):
@@ -130,10 +132,12 @@ def fallback() -> Judgement:
 
 def refusal() -> Judgement:
     """Items with neither data nor UUID, on an instance with an EC connector, both caches off."""
+    from vllm.exceptions import VLLMValidationError
+
     for told, data in (("no data", {"image": [None]}), ("sizes alone", {"image": sizes()})):
         try:
             identities(renderer(ec=True), data)
-        except ValueError:
+        except VLLMValidationError:
             continue
         return Judgement(Verdict.ACTIVE, f"an item with {told} and no UUID is taken")
     return Judgement(Verdict.NATIVE, "an item with neither data nor UUID is refused")
