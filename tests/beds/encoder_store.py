@@ -102,4 +102,7 @@ def reused(folder: str) -> dict[str, Any]:
         except Exception as error:
             return {"second": f"the engine died of {type(error).__name__}: {error}"}
         after = ask(llm, large)
-    return {"second": second if isinstance(second, str) else "answered", "after": right.difference(after)}
+    return {
+        "second": second if isinstance(second, str) else "answered",
+        "after": right.difference(after),
+    }
