@@ -66,6 +66,13 @@ VERDICTS = {
         "reset_pins": "active active active native native",
         "counters": "active active native native native",
     },
+    "MM_UUIDS": {
+        "explicit": "active native native native native",
+        "fallback": "active active active active active",
+        "refusal": "active active active active active",
+        "store_path": "active active active active active",
+        "embed_count": "active active native native native",
+    },
     "SCORE_USAGE": {
         "prompt_tokens": "active native native native native",
         "missing_inputs": "idle active active active active",

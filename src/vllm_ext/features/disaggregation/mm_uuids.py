@@ -336,8 +336,8 @@ FEATURE = Feature(
         "renderer0-mm-1-image-0 or the like, on each instance and after each restart anew, so an "
         "instance takes the embedding of another picture from a shared store and answers wrongly. "
         "An embedding input that gives its sizes alone, without a UUID, is any picture of that "
-        "size. A UUID with `/` or `..` leaves the folder of ECExampleConnector, one that is too "
-        "long or has a NUL in it ends the engine. On 0.29.0 and 0.30.0 the same is done by a UUID "
+        "size. A UUID of two dots and a slash leaves the folder of ECExampleConnector, one that is "
+        "too long or has a NUL in it ends the engine, and so does, on 0.29.0 and 0.30.0, a UUID "
         "that is used again for a picture of another size."
     ),
     upstream_pr=(56432,),
