@@ -134,7 +134,8 @@ def identify_without_uuid(
         if items is None:
             continue
         missing = [at for at in range(len(names)) if _given(mm_uuid_items, modality, at) is None]
-        effect("MM_UUIDS.fallback", len(missing))
+        if missing:
+            effect("MM_UUIDS.fallback", len(missing))
         if shared and missing:
             # Sizes are the same for many pictures: no hash of them tells one from another.
             hashed = {at for at in missing if not _is_sizes_only(self, modality, items, at)}
