@@ -37,16 +37,9 @@ def renderer(*, ec: bool = False, kv: str = "", caching: bool = False) -> Any:
         def _parse_image_data(self, data: Any) -> Any:
             if not isinstance(data, dict):
                 return super()._parse_image_data(data)
-            required, optional = self.embedding_field_sets("image")
-            return DictEmbeddingItems(
-                data,
-                modality="image",
-                required_fields=required,
-                optional_fields=optional,
-                fields_factory=lambda given: dict.fromkeys(
-                    ("image_embeds", "image_grid_thw"), MultiModalFieldConfig.batched("image")
-                ),
-            )
+            needed, rest = self.embedding_field_sets("image")
+            fields = dict.fromkeys((*needed, *rest), MultiModalFieldConfig.batched("image"))
+            return DictEmbeddingItems(data, "image", needed, lambda given: fields, rest)
 
     parser = Parser(allow_missing_mm_embeddings=True)
     stand_in = SimpleNamespace(
