@@ -74,6 +74,13 @@ VERDICTS = {
         "stages": "active active active active active",
         "old_peer": "active active active active active",
     },
+    "MM_UUIDS": {
+        "explicit": "active native native native native",
+        "fallback": "active active active active active",
+        "refusal": "active active active active active",
+        "store_path": "active active active active active",
+        "embed_count": "active active native native native",
+    },
     "SCORE_USAGE": {
         "prompt_tokens": "active native native native native",
         "missing_inputs": "idle active active active active",
