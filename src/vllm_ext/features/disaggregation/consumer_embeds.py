@@ -46,9 +46,11 @@ def accept_tensorless(original: Callable[..., Any], self: Any) -> Any:
     config = roles.multimodal(self)
     # Asked after the roles were opened: what is open now was given, or opened by us.
     if config is not None and config.allow_missing_mm_embeddings:
-        named = FEATURE.setting("KV_BOTH")
-        if roles.stores_only(self, named) or not config.enable_mm_embeds:
+        stores = roles.stores_only(self, FEATURE.setting("KV_BOTH"))
+        if stores or not config.enable_mm_embeds:
             roles.close(self, config.enable_mm_embeds)
+        if stores:
+            roles.tell_closed(self)
     return result
 
 

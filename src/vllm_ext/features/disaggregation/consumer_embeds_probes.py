@@ -129,23 +129,27 @@ def client_error() -> Judgement:
     )
 
 
-def tensor_sizes() -> Judgement:
-    """A processor is given an embedding tensor of 3 rows for an item that has 4."""
-    import torch
+def processed(**data: Any) -> str:
+    """What a model's processor says of the embedding input ``data`` of one or more images.
+
+    ``image_grid_thw`` [num_images, 3] is their metadata, of which the product is the number of rows
+    in ``image_embeds`` [num_rows, 8]. "" if it is processed.
+    """
     from vllm.exceptions import VLLMValidationError
     from vllm.multimodal.inputs import MultiModalFieldConfig
     from vllm.multimodal.parse import DictEmbeddingItems, MultiModalDataItems
     from vllm.multimodal.processing import BaseMultiModalProcessor
 
     def fields(data: Any) -> Any:
-        sizes = data["image_grid_thw"].prod(-1)
+        rows = data["image_grid_thw"].prod(-1)
         return {
-            "image_embeds": MultiModalFieldConfig.flat_from_sizes("image", sizes),
+            "image_embeds": MultiModalFieldConfig.flat_from_sizes("image", rows),
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", rows),
             "image_grid_thw": MultiModalFieldConfig.batched("image"),
         }
 
-    class Reached(Exception):
-        """The processor has begun to work on its prompt."""
+    class Begun(Exception):
+        """The processor looks for the first thing that it needs."""
 
     class Processor(BaseMultiModalProcessor):  # type: ignore[misc]  # Any
         def __init__(self) -> None:
@@ -154,25 +158,32 @@ def tensor_sizes() -> Judgement:
             self.info = SimpleNamespace(data_parser=parser, get_hf_config=lambda: None)
 
         def __getattr__(self, name: str) -> Any:
-            raise Reached
+            raise Begun
 
         _call_hf_processor = _get_mm_fields_config = _get_prompt_updates = None
 
-    data = {"image_embeds": torch.zeros(3, 8), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     items = DictEmbeddingItems(data, "image", {"image_grid_thw"}, fields, {"image_embeds"})
-    inputs = SimpleNamespace(
-        prompt=[0], mm_data_items=MultiModalDataItems({"image": items}), mm_uuid_items=None
-    )
+    images = MultiModalDataItems({"image": items})
+    inputs = SimpleNamespace(prompt=[0], mm_data_items=images, mm_uuid_items=None)
     try:
         Processor().apply(inputs, None)
-    except VLLMValidationError:
-        return Judgement(Verdict.NATIVE, "a tensor with too few rows is refused in the frontend")
+    except VLLMValidationError as error:
+        return str(error)
     except Exception:
-        return Judgement(
-            Verdict.ACTIVE,
-            "a tensor with too few rows for its item goes to the worker, which fails on it",
-        )
-    return Judgement(Verdict.ACTIVE, "a tensor with too few rows for its item is processed")
+        return ""
+    return ""
+
+
+def tensor_sizes() -> Judgement:
+    """A processor is given an embedding tensor of 3 rows for an item that has 4."""
+    import torch
+
+    if processed(image_embeds=torch.zeros(3, 8), image_grid_thw=torch.tensor([[1, 2, 2]])):
+        return Judgement(Verdict.NATIVE, "a tensor with too few rows is refused in the frontend")
+    return Judgement(
+        Verdict.ACTIVE,
+        "a tensor with too few rows for its item goes to the worker, which fails on it",
+    )
 
 
 def unreadable() -> Judgement:

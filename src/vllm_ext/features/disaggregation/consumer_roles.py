@@ -114,7 +114,10 @@ def decide_attention_again(model: Any) -> None:
     """Set ``is_mm_prefix_lm`` as it is with the present ``enable_mm_embeds``."""
     # The cache of 0.29.0 and 0.30.0; later ones have the flag in its key.
     vars(model).pop("_supports_multimodal_inputs_cached", None)
-    model.model_arch_config.is_mm_prefix_lm = model.get_model_arch_config().is_mm_prefix_lm
+    decided = model.get_model_arch_config().is_mm_prefix_lm
+    model.model_arch_config.is_mm_prefix_lm = decided
+    # A cached property, which has been read by now.
+    vars(model).pop("is_mm_prefix_lm", None)
 
 
 def close(config: Any, given: bool) -> None:

@@ -31,30 +31,40 @@ def check_sizes(
 def misfits(info: Any, modality: str, items: Any) -> Iterator[str]:
     """What is wrong with the embedding items of a modality, in sentences.
 
-    ``items`` other than dictionaries of tensors are judged by vLLM itself.
+    ``items`` other than dictionaries of tensors are judged by vLLM itself, and models that don't
+    declare what is in them not at all.
     """
     configured = getattr(items, "fields_config", None)
-    if configured is None:
+    roles = info.data_parser.embedding_fields.get(modality)
+    if configured is None or not roles:
         return
-    for name, role in info.data_parser.embedding_fields.get(modality, {}).items():
-        tensor = items.data.get(name)
-        if tensor is None or not hasattr(tensor, "dtype"):
-            continue
-        if role == "metadata":
-            if not (tensor.is_floating_point() or bool((tensor > 0).all())):
-                yield f"{name} has a number that isn't positive; each must be at least 1."
+    for name, tensor in items.data.items():
+        if not hasattr(tensor, "dtype") or name not in configured:
             continue
         # Where items are stacked, what is in a row is the model's business.
         slices = getattr(configured[name].field, "slices", None)
-        if slices is not None:
+        if roles.get(name) == "metadata":
+            yield from _misfit_metadata(name, tensor)
+        elif slices is not None and name in roles:
             yield from _misfit(info, name, tensor, slices)
+        elif slices is not None:
+            yield f"{name} is no embedding; expected are {', '.join(roles)}."
+
+
+def _misfit_metadata(name: str, tensor: Any) -> Iterator[str]:
+    if not (tensor.is_floating_point() or bool((tensor > 0).all())):
+        yield f"{name} has a number that isn't positive; each must be at least 1."
+    elif name == "image_grid_thw" and bool((tensor[..., 0] != 1).any()):
+        yield f"{name} has more than one frame; an image has one."
 
 
 def _misfit(info: Any, name: str, tensor: Any, slices: Any) -> Iterator[str]:
-    rows = max((s.stop for s in slices if isinstance(s, slice)), default=0)
-    widths = width(info)
-    if tensor.ndim != 2 or (widths and tensor.shape[1] != widths):
-        expected = f"{rows} by {widths}" if widths else f"{rows} rows in two dimensions"
+    # One slice for each item, or one for each dimension of each item: rows are the first.
+    firsts = (item if isinstance(item, slice) else item[0] for item in slices)
+    rows = max((first.stop for first in firsts), default=0)
+    columns = width(info)
+    if tensor.ndim != 2 or (columns and tensor.shape[1] != columns):
+        expected = f"{rows} by {columns}" if columns else f"{rows} rows in two dimensions"
         yield f"{name} has the shape {tuple(tensor.shape)}; expected is {expected}."
     elif len(tensor) < rows:
         yield f"{name} has {len(tensor)} rows; by its metadata, its items have {rows}."
@@ -79,12 +89,28 @@ async def render(
     What vLLM raises then may be anything that torch or a model's parser raises, and is HTTP 500.
     """
     named = [part for part in parts(conversations) if of_interest(part)]
+    for part in named:
+        check_uuid(part.get("uuid"))
     try:
         return await original(self, conversations, *args, **kwargs)
     except Exception as error:
         if not named or not _unread(error):
             raise
         _refuse(error)
+
+
+def check_uuid(uuid: Any) -> None:
+    """Refuse a uuid that can't be sent to the engine: one with half a surrogate pair."""
+    try:
+        str(uuid).encode()
+    except UnicodeEncodeError as error:
+        from vllm.exceptions import VLLMValidationError
+
+        effect("CONSUMER_EMBEDS.unreadable")
+        raise VLLMValidationError(
+            f"The uuid {ascii(uuid)[:80]} is no text: it has half a surrogate pair.",
+            parameter="uuid",
+        ) from error
 
 
 def _unread(error: Exception) -> bool:

@@ -24,9 +24,16 @@ def metadata_fields(scheduler: Any, modality: str) -> set[str]:
     if modality not in known:
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
-        # The scheduler has made one for its encoder budget, so what it reads from disk is there.
-        processor = MULTIMODAL_REGISTRY.create_processor(scheduler.vllm_config.model_config)
-        known[modality] = set(processor.info.data_parser.placeholder_metadata_fields(modality))
+        known[modality] = set()
+        try:
+            # The scheduler has made one for its encoder budget; what that read is cached.
+            processor = MULTIMODAL_REGISTRY.create_processor(scheduler.vllm_config.model_config)
+            known[modality] |= processor.info.data_parser.placeholder_metadata_fields(modality)
+        except Exception:
+            # Models of third parties run in here; what they can't tell must not end the engine.
+            logging.getLogger(type(scheduler).__module__).exception(
+                "It can't be told which %s items of a request lack their tensor", modality
+            )
     return known[modality]
 
 
