@@ -88,6 +88,22 @@ def test_a_multi_connector_transfers_if_one_of_its_connectors_does() -> None:
     assert roles.transfers_prompts(multi("OffloadingConnector"), "*")
 
 
+def test_the_log_says_once_which_default_was_overridden(caplog: pytest.LogCaptureFixture) -> None:
+    transfer = SimpleNamespace(
+        kv_role="kv_both",
+        is_kv_consumer=True,
+        kv_connector="Unheard",
+        kv_connector_extra_config={},
+    )
+    config = SimpleNamespace(kv_transfer_config=transfer, ec_transfer_config=None)
+    for tell in (roles.tell_opened, roles.tell_closed, roles.tell_opened, roles.tell_closed):
+        tell(config)
+    opened, closed = caplog.records
+    assert opened.levelname == closed.levelname == "WARNING"
+    assert "embedding inputs are accepted" in opened.message and OPTION in opened.message
+    assert closed.message.startswith("kv_both of Unheard: ") and OPTION in closed.message
+
+
 class Grid:
     """A scheduler for a model whose images may leave out all but ``grid``, and one request of it.
 
