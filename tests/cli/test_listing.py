@@ -23,6 +23,14 @@ VERDICTS = {
         "compile_key": "active active active active active",
         "modelinfos": "active active active active active",
     },
+    "CONSUMER_EMBEDS": {
+        "accept": "active native native native native",
+        **dict.fromkeys(("kv_both", "text_only", "mm_prefix"), "idle active active active active"),
+        "lacking_items": "active active active active active",
+        "client_error": "active active active active native",
+        "tensor_sizes": "active active active active active",
+        "unreadable": "active active active active active",
+    },
     "NAN_LOGPROBS": {
         **dict.fromkeys(
             ("completions", "chat", "responses", "prompt_logprobs", "transcription"),
