@@ -138,6 +138,33 @@ def test_one_group_leaves_no_bad_prefix(patched: None, when: str) -> None:
     assert not found, "; ".join(found)
 
 
+@pytest.mark.behaviour("HYBRID_LOAD_FAILURE.one_group", wrong=GARBAGE)
+@pytest.mark.parametrize("kind", ["window", "mamba"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_one_group_that_keeps_no_prefix(patched: None, asynchronous: bool, kind: str) -> None:
+    """What comes before the failed block was never loaded, so the block can't be recomputed."""
+    found = []
+    for at, caching in itertools.product((0, -1), (True, False)):
+        bed = Bed((kind,), 60, asynchronous=asynchronous, caching=caching)
+        bed.faults = [last_block_of(0, at)]
+        bed.add("failing", prompt(1), stored=128)
+        found += bed.problems({"failing": (prompt(1), 6)}, bed.run())
+    assert not found, "; ".join(found)
+
+
+@pytest.mark.area("scheduling")
+def test_one_group_whose_failed_block_another_load_continues(installed_release: str) -> None:
+    """The second request is admitted in the same step and loads what follows the first one's."""
+    from tests.beds.kv_play import Play, Shape
+
+    with registered(True):
+        play = Play(Shape(("full",), 30))
+        text = list(range(1000, 1150))
+        play.add(text[:70], 7, [1], stored=70)
+        play.add(text, 5, stored=150, asynchronous=True)
+        assert not play.finish()
+
+
 @pytest.mark.parametrize("active", [False, True], ids=["stock", "plugin"])
 @pytest.mark.parametrize("at", [0, 3, -1])
 def test_what_one_group_recomputed_is_found_again(
@@ -358,23 +385,6 @@ def test_loads_behind_a_failed_one_are_admitted(patched: None, groups: tuple[str
             bed.add(name, *how, 96)
         bed.faults = [last_block_of(0, 0)] * faults
         found += [f"{blocks} blocks: {wrong}" for wrong in bed.problems(asked, bed.run())]
-    assert not found, "; ".join(found)
-
-
-@pytest.mark.behaviour("HYBRID_LOAD_FAILURE.loaded_first", wrong="never finished: first, loaded")
-@pytest.mark.parametrize("order", ["fcfs", "priority"])
-def test_loaded_requests_go_past_one_that_finds_no_room(patched: None, order: str) -> None:
-    """The first one isn't known for a while, and then lacks what the others hold."""
-    asked = {"first": (prompt(1, 60), 6), "loaded": (prompt(2, 90), 6), "next": (prompt(3, 20), 6)}
-    bed = Bed(("full",), 8, asynchronous=True, order=order)
-    requests = {
-        name: bed.add(name, *how, stored=80 if name == "loaded" else 0)
-        for name, how in asked.items()
-    }
-    requests["loaded"].priority = 1
-    bed.connector.hits["first"] = None
-    bed.meanwhile = lambda: bed.connector.hits.update(first=0)
-    found = bed.problems(asked, bed.run())
     assert not found, "; ".join(found)
 
 

@@ -20,6 +20,7 @@ from vllm_ext.features.scheduling.waiting_loads import (
     admit_loaded_first,
     release_own_reservation,
     requeue_failed_loads,
+    reserve_drafts,
     wait_behind_loaded,
 )
 
@@ -134,15 +135,17 @@ def recover_one_group(
     """Let vLLM turn back what one group has computed, where that is enough; else start over.
 
     It isn't where a step has been planned further already, or a token counted, which vLLM would
-    take for this step's, nor where others hold the failed block: they go on as if somebody
-    recomputed it before they read it. In any case vLLM leaves the failed blocks in the prefix
+    take for this step's, nor where others hold the failed block, running or loading: they go on as
+    if somebody recomputed it before they read it; nor where what comes before the failed block
+    isn't there any more (windows, states). In any case vLLM leaves the failed blocks in the prefix
     cache, with policy ``fail`` as well.
     """
     if _several_groups(self):
         return original(self, invalid_block_ids, num_scheduled_tokens)
     affected = affected_requests(self, invalid_block_ids)
     running = [request for request in self.running if request in affected]
-    ahead = len(running) > 1 or any(
+    entangled = len(running) > 1 or _share_or_lack(self.kv_cache_manager, affected)
+    ahead = entangled or any(
         # What this step computed is in flight until its output is taken. A token of its answer that
         # is counted already would be computed as part of the prompt.
         request.num_in_flight_tokens > num_scheduled_tokens.get(request.request_id, 0)
@@ -157,6 +160,17 @@ def recover_one_group(
         for request, first in affected.items():
             _cache_again(self, request, first)
     return original(self, invalid_block_ids, num_scheduled_tokens)
+
+
+def _share_or_lack(manager: Any, requests: Iterable[Any]) -> bool:
+    """Whether two of the requests hold a block in common, or one has the null block."""
+    seen = {manager.block_pool.null_block.block_id}
+    for request in requests:
+        held = {block for block, _, _ in _blocks(manager, request)}
+        if seen & held:
+            return True
+        seen |= held
+    return False
 
 
 def _cache_again(scheduler: Any, request: Any, first: int) -> None:
@@ -356,7 +370,8 @@ FEATURE = Feature(
         "load failed counts its own first load as reserved, and is never admitted again when "
         "blocks are scarce, nor is any that was loaded behind it; or it loads and fails for ever. "
         "On 0.29.0 and 0.30.0 a request that waits for blocks may stand before those whose loads "
-        "are through and hold them, and all wait for ever. "
+        "are through and hold them, and with speculative decoding loads are admitted beside each "
+        "other that can't go on beside each other: all wait for ever. "
         "A transfer that a connector reports as finished after its request failed ends the "
         "engine. Models with one group keep vLLM's "
         "handling of block reports where it is right; it isn't where a second batch is in flight "
@@ -427,6 +442,13 @@ FEATURE = Feature(
             seams=(Wrap(f"{_SCHEDULER}.schedule", admit_loaded_first),),
             relies_on=(_RESUME, f"{_SCHEDULER}._select_waiting_queue_for_scheduling"),
             probe=probes.loaded_first,
+        ),
+        Part(
+            name="reserved_drafts",
+            summary="Loads are admitted beside the blocks that draft tokens of others will take.",
+            seams=(Wrap(f"{_SCHEDULER}._inflight_prefill_reserved_blocks", reserve_drafts),),
+            relies_on=(f"{_SCHEDULER}.schedule", f"{_SCHEDULER}._request_remaining_blocks"),
+            probe=probes.reserved_drafts,
         ),
         Part(
             name="bounded_retries",

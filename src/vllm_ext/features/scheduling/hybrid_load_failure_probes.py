@@ -244,6 +244,24 @@ def loaded_first() -> Judgement:
     )
 
 
+def reserved_drafts() -> Judgement:
+    """Two loads of 8 blocks each into 17; with its drafts each request needs 10 to go on."""
+    scheduler = make_scheduler(("full",), 17, asynchronous=True, batched_tokens=256)
+    scheduler.num_spec_tokens, scheduler.num_lookahead_tokens = 3, 4
+    for name in ("first", "second"):
+        scheduler.connector.hits[name] = 128
+        start = 1 if name == "first" else 1001
+        scheduler.add_request(make_request(name, range(start, start + 142), 4))
+    scheduler.schedule()
+    if len(scheduler.connector.loads) == 1:
+        return Judgement(Verdict.NATIVE, "a load waits for those whose drafts need its blocks")
+    return Judgement(
+        Verdict.ACTIVE,
+        "two loads are admitted to 17 blocks of which each request needs 10 with its drafts, so "
+        "neither is ever computed",
+    )
+
+
 def bounded_retries() -> Judgement:
     """Every load of one request fails: how often is it tried?"""
     scheduler, _, planned = _loading(("full",), 40, 140, asynchronous=True)

@@ -72,14 +72,19 @@ def admit_loaded_first(original: Callable[..., Any], self: Any, *args: Any, **kw
     if getattr(self, _STUCK, False):
         delattr(self, _STUCK)
         with _others_hidden(self, _loaded(self)):
-            return original(self, *args, **kwargs)
+            planned = original(self, *args, **kwargs)
+        if planned.num_scheduled_tokens:
+            effect("HYBRID_LOAD_FAILURE.loaded_first", len(planned.num_scheduled_tokens))
+        return planned
     planned = original(self, *args, **kwargs)
-    if not (self.running or planned.num_scheduled_tokens):
-        loaded = len(_loaded(self))
-        if 0 < loaded < len(self.waiting) + len(self.skipped_waiting):
-            effect("HYBRID_LOAD_FAILURE.loaded_first", loaded)
-            setattr(self, _STUCK, True)
+    if not (self.running or planned.num_scheduled_tokens) and _is_stuck(self):
+        setattr(self, _STUCK, True)
     return planned
+
+
+def _is_stuck(scheduler: Any) -> bool:
+    waiting = len(scheduler.waiting) + len(scheduler.skipped_waiting)
+    return scheduler._pause_state.name == "UNPAUSED" and 0 < len(_loaded(scheduler)) < waiting
 
 
 def _loaded(scheduler: Any) -> list[Any]:
@@ -89,16 +94,24 @@ def _loaded(scheduler: Any) -> list[Any]:
         request
         for request in scheduler.skipped_waiting
         if request.num_computed_tokens
-        and (request.status.name != "WAITING_FOR_REMOTE_KVS" or request.request_id in finished)
+        and (
+            request.status.name == "WAITING"
+            or (request.status.name == "WAITING_FOR_REMOTE_KVS" and request.request_id in finished)
+        )
     ]
 
 
 @contextmanager
 def _others_hidden(scheduler: Any, shown: list[Any]) -> Iterator[None]:
     """Have one schedule() see no waiting requests but these, which stand first afterwards."""
+    from vllm.v1.core.sched.request_queue import create_request_queue
+
     waiting, skipped = scheduler.waiting, scheduler.skipped_waiting
+    # Of the classes that vLLM itself makes for one step.
+    scheduler.waiting, scheduler.skipped_waiting = (
+        create_request_queue(scheduler.policy) for _ in range(2)
+    )
     skipped.remove_requests(shown)
-    scheduler.waiting, scheduler.skipped_waiting = type(waiting)(), type(skipped)()
     for request in shown:
         scheduler.skipped_waiting.add_request(request)
     try:
@@ -111,3 +124,23 @@ def _others_hidden(scheduler: Any, shown: list[Any]) -> Iterator[None]:
             for request in reversed(list(seen)):
                 all_of_them.prepend_request(request)
         scheduler.waiting, scheduler.skipped_waiting = waiting, skipped
+
+
+def reserve_drafts(original: Callable[..., int], self: Any, *args: Any, **kwargs: Any) -> int:
+    """Leave room for draft tokens beside a new load: its own, and those of each load in flight.
+
+    vLLM asks for it when it admits a request that is loaded; without, all of them wait for ever.
+    """
+    reserved = original(self, *args, **kwargs)
+    drafts = self.num_spec_tokens + self.num_lookahead_tokens
+    if not drafts:
+        return reserved
+    groups = self.kv_cache_manager.coordinator.single_type_managers
+    # A Mamba group counts its speculative states itself.
+    a_request = sum(
+        -(-(1 + drafts) // group.block_size)
+        for group in groups
+        if not hasattr(group, "num_speculative_blocks")
+    )
+    effect("HYBRID_LOAD_FAILURE.reserved_drafts")
+    return reserved + a_request * (1 + len(self._inflight_prefills))
