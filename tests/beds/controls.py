@@ -27,7 +27,7 @@ def generation(name: str, folder: str) -> dict[str, float]:
     prompt: Any = checkpoint.prompt(_LENGTH)
     if isinstance(checkpoint, VisionCheckpoint):
         prompt = checkpoint.picture_prompt(0)
-    lora = {"enable_lora": True, "max_loras": 2} if checkpoint.adapts else {}
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2} if checkpoint.adapts else {}
     found: dict[str, float] = {}
     with engine(checkpoint, **lora) as llm:
         right = ask(llm, prompt)

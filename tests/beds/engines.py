@@ -104,14 +104,15 @@ def run_to_end(
 
 
 @contextmanager
-def engine(checkpoint: Checkpoint, **more: Any) -> Iterator[Any]:
+def engine(checkpoint: Checkpoint, *, cured: bool = True, **more: Any) -> Iterator[Any]:
     """``vllm.LLM`` on a checkpoint, in this process; ``more`` are further arguments of it.
 
-    The faults of the CPU build that ``cpu_faults`` knows are cured first.
+    ``cured``: without the faults of the CPU build that ``cpu_faults`` knows.
     """
     from tests.beds import cpu_faults
 
-    cpu_faults.cure()
+    if cured:
+        cpu_faults.cure()
     import vllm
 
     llm = vllm.LLM(**{**checkpoint.arguments, "max_logprobs": -1, **more})

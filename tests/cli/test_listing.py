@@ -74,6 +74,15 @@ VERDICTS = {
         "reset_pins": "active active active native native",
         "counters": "active active native native native",
     },
+    "MOE_RSLORA": {
+        "scaling": "active active active native native",
+        "patterns": "active active active native native",
+        "uneven_experts": "active active active active active",
+    },
+    "LORA_BASE_REQUESTS": {
+        "base_rows": "active active active active native",
+        "prompt_rows": "active active active active active",
+    },
     "MOONCAKE_HETERO_PP": {
         "hetero_pp": "active native native native native",
         "peers": "active active active active active",
