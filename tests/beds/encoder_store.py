@@ -68,7 +68,7 @@ def found(folder: str) -> dict[str, Any]:
     leave(store, "left", seed=2)
     before = stored(store)
     transfer = ECTransferConfig(**transfer_config(store))
-    off = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
+    off: dict[str, Any] = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
     prompt = checkpoint.picture_prompt(1)
     with engine(checkpoint, **off, ec_transfer_config=transfer) as llm:
         first = ask(llm, prompt)
