@@ -123,6 +123,7 @@ class Grid:
         self.scheduler = make_scheduler()
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=64)
         self.scheduler.max_num_encoder_input_tokens = 64
+        self.scheduler.vllm_config.model_config.multimodal_config = SimpleNamespace()
         self.request = make_request("image", range(40))
         data: Any = {name: SimpleNamespace(data=1) for name in fields}
         place = PlaceholderRange(offset=4, length=8)

@@ -25,6 +25,8 @@ def metadata_fields(scheduler: Any, modality: str) -> set[str]:
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         known[modality] = set()
+        if scheduler.vllm_config.model_config.multimodal_config is None:
+            return known[modality]
         try:
             # The scheduler has made one for its encoder budget; what that read is cached.
             processor = MULTIMODAL_REGISTRY.create_processor(scheduler.vllm_config.model_config)

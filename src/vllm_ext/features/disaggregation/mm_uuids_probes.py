@@ -161,14 +161,17 @@ def encoder_scheduler(**how: Any) -> Any:
 
 
 def encoder_request(name: str, *items: tuple[str, int], answer: int = 4) -> Any:
-    """A request of pictures, given as identifier and number of embeddings, a word before each."""
+    """A request of pictures, given as identifier and number of embeddings, a word before each.
+
+    Each holds something to encode, as one element of a field.
+    """
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
     features, at = [], 1
     for identifier, count in items:
         features.append(
             MultiModalFeatureSpec(
-                data=None,
+                data={"pixel_values": SimpleNamespace(data=0)},
                 modality="image",
                 identifier=identifier,
                 mm_position=PlaceholderRange(offset=at, length=count),
