@@ -115,8 +115,8 @@ class Evidence:
         return tested
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the evidence of the area; a run without an area writes none."""
-        if not self._area or exitstatus == pytest.ExitCode.INTERRUPTED:
+        """Write the evidence of the area; a run without an area, or without a test, writes none."""
+        if not (self._area and self._counts) or exitstatus == pytest.ExitCode.INTERRUPTED:
             return
         FOLDER.mkdir(parents=True, exist_ok=True)
         data: dict[str, Any] = {

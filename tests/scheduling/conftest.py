@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from tests.beds.registered import registered
+
+
+@pytest.fixture
+def patched(installed_release: str, plugin: str) -> Iterator[None]:
+    """The process with the plugin registered, or as it came."""
+    import vllm.v1.core.sched.scheduler  # noqa: F401
+
+    with registered(plugin == "with"):
+        yield
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,15 +18,6 @@ from tests.beds.registered import registered
 HYBRIDS = (("full", "window"), ("full", "mamba"), ("full", "window", "mamba"))
 DIED = r"died of (ValueError: too many values|RuntimeError: A KV connector reported)"
 GARBAGE = r"got wrong tokens \[999999"
-
-
-@pytest.fixture
-def patched(installed_release: str, plugin: str) -> Iterator[None]:
-    """The process with the plugin registered, or as it came."""
-    import vllm.v1.core.sched.scheduler  # noqa: F401
-
-    with registered(plugin == "with"):
-        yield
 
 
 def _with_null(fault: Fault) -> Fault:

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.beds.load_failures import Bed, prompt
 from tests.beds.registered import counted, registered
-
-
-@pytest.fixture
-def patched(installed_release: str, plugin: str) -> Iterator[None]:
-    """The process with the plugin registered, or as it came."""
-    import vllm.v1.core.sched.scheduler  # noqa: F401
-
-    with registered(plugin == "with"):
-        yield
 
 
 @pytest.mark.behaviour("HYBRID_LOAD_FAILURE.loaded_first", wrong="never finished: first, loaded")

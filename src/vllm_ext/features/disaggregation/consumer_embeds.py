@@ -34,10 +34,7 @@ _ATTENTION = (
 
 def accept_early(original: Callable[..., Any], self: Any) -> Any:
     """Open a consumer of 0.29.0 where later releases do it too late for its attention."""
-    if roles.opens(self, FEATURE.setting("KV_BOTH")):
-        roles.tell_opened(self)
-        effect("CONSUMER_EMBEDS.accept")
-    return roles.open_early(original, self, FEATURE.setting("KV_BOTH"))
+    return _open_early(original, self, "CONSUMER_EMBEDS.accept")
 
 
 def accept_tensorless(original: Callable[..., Any], self: Any) -> Any:
@@ -84,10 +81,23 @@ def keep_text_only(original: Callable[..., Any], self: Any) -> Any:
 
 def open_before_platform(original: Callable[..., Any], self: Any) -> Any:
     """Open what the release opens, before it decides on what depends on that."""
-    if roles.opens(self, FEATURE.setting("KV_BOTH")):
-        roles.tell_opened(self)
-        effect("CONSUMER_EMBEDS.mm_prefix")
-    return roles.open_early(original, self, FEATURE.setting("KV_BOTH"))
+    return _open_early(original, self, "CONSUMER_EMBEDS.mm_prefix")
+
+
+def _open_early(original: Callable[..., Any], config: Any, part_id: str) -> Any:
+    """Open a consumer before the platform looks at its attention, and decide that anew.
+
+    Platforms switch off chunked multimodal inputs for bidirectional attention, so it must be known
+    before them. Only the flag is taken from the new decision: models have changed others since.
+    """
+    opened = roles.opens(config, FEATURE.setting("KV_BOTH"))
+    if opened:
+        roles.tell_opened(config)
+        effect(part_id)
+    result = original(config)
+    if opened:
+        roles.open_now(config)
+    return result
 
 
 FEATURE = Feature(

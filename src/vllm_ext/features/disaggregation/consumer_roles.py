@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 _OPTION = "VLLM_EXT_CONSUMER_EMBEDS_KV_BOTH"
@@ -96,21 +95,13 @@ def opens(config: Any, named: str) -> bool:
     return not stores_only(config, named) and not text_only(config)
 
 
-def open_early(original: Callable[..., Any], config: Any, named: str) -> Any:
-    """Open a consumer before the platform looks at its attention, and decide that anew.
-
-    Platforms switch off chunked multimodal inputs for bidirectional attention, so it must be known
-    before them. Only the flag is taken from the new decision: models have changed others since.
-    """
-    opened = opens(config, named)
-    result = original(config)
-    if opened:
-        multimodal(config).enable_mm_embeds = True
-        decide_attention_again(config.model_config)
-    return result
+def open_now(config: Any) -> None:
+    """Take embedding inputs, with the attention of a model that takes them."""
+    multimodal(config).enable_mm_embeds = True
+    _decide_attention_again(config.model_config)
 
 
-def decide_attention_again(model: Any) -> None:
+def _decide_attention_again(model: Any) -> None:
     """Set ``is_mm_prefix_lm`` as it is with the present ``enable_mm_embeds``."""
     # The cache of 0.29.0 and 0.30.0; later ones have the flag in its key.
     vars(model).pop("_supports_multimodal_inputs_cached", None)

@@ -71,8 +71,7 @@ def align_by_name(
     """Leave out layers of other stages of the consumer; all of vLLM's checks stay."""
     if _REMOTE_SIZE.get() > 1:
         effect("MOONCAKE_HETERO_PP.hetero_pp")
-        theirs = {region.layer_name for region in remote_regions}
-        local_regions = [region for region in local_regions if region.layer_name in theirs]
+        local_regions = peers.of_both(local_regions, remote_regions)
     return original(local_regions, remote_regions, *args, **kwargs)
 
 

@@ -169,6 +169,12 @@ class Ledger:
         return True
 
 
+def of_both(local_regions: list[Any], remote_regions: list[Any]) -> list[Any]:
+    """The producer's transfer regions of layers that the consumer has, too."""
+    theirs = {region.layer_name for region in remote_regions}
+    return [region for region in local_regions if region.layer_name in theirs]
+
+
 def _transfers(meta: Any) -> set[str]:
     return {transfer_id for transfer_id, _ in meta.req_blocks.values()}
 

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm_ext.core.feature import effect
-from vllm_ext.features.disaggregation.mooncake_peers import ledger_of
+from vllm_ext.features.disaggregation.mooncake_peers import ledger_of, of_both
 from vllm_ext.features.disaggregation.mooncake_pulls import (
     PULL,
     Pull,
@@ -105,8 +105,7 @@ def align_shared(
 ) -> Any:
     """Leave out layers that the peer lacks, if it is one that counts what it gets."""
     if _SERVED.get() is not None:
-        theirs = {region.layer_name for region in remote_regions}
-        local_regions = [region for region in local_regions if region.layer_name in theirs]
+        local_regions = of_both(local_regions, remote_regions)
     return original(local_regions, remote_regions, *args, **kwargs)
 
 
